@@ -93,7 +93,10 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     is_first = rank_group_of(model, "gathers the full state dict").is_first
     copies: dict[object, torch.Tensor] = {}
     state: dict[str, torch.Tensor] = {}
-    for name, value in _tensors(model).items():
+    tensors = {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor):
+            continue
         memory = memory_of(value)
         found = copies[memory] if memory in copies else _on_host(value)
         if is_first:
@@ -132,7 +135,7 @@ def export(source: "nn.Module | str | os.PathLike[str]", out: "str | os.PathLike
 
 
 def _export_model(model: nn.Module, out: Path) -> Export:
-    state = _tensors(model)
+    state = {name: value for name, value in model_state(model).items() if isinstance(value, torch.Tensor)}
     untied, tied = _untied({name: memory_of(value) if value.numel() else name for name, value in state.items()})
     with checkpoint_lock:
         group = rank_group_of(model, "exports the model")
@@ -153,10 +156,6 @@ def _export_model(model: nn.Module, out: Path) -> Export:
 
         _, sizes = group.run_on_all("the file", write, str)
     return Export(num_tensors=len(order), nbytes=int(sizes[0]), tied=tied)
-
-
-def _tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model_state(model).items() if isinstance(value, torch.Tensor)}
 
 
 def _on_host(tensor: torch.Tensor) -> torch.Tensor:

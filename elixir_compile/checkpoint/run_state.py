@@ -6,7 +6,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import ElixirWarning, UnsupportedModel
 from elixir_compile.compat.platforms import accelerator_platform, platform_of
 from elixir_compile.graph.ops.optimizers import REST_NAMES
-from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, own_shard, owner_of
+from elixir_compile.graph.ops.shards import as_dtensor, as_rows, is_dtensor, is_wrapped, own_shard, owner_of, parts_of
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.precision import STORED_NAMES, MomentForm
 from elixir_compile.optim.state import saved_name, saved_value, with_joined_master
@@ -169,8 +169,15 @@ _KEY = "model"
 
 
 def model_state(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of `model` with the keys of the uncompiled model."""
-    return {compat.uncompiled_name(name): value for name, value in model.state_dict().items()}
+    """Return the state dict of `model` with the keys of the uncompiled model.
+
+    Of a tensor made of others, such as codes and scales, it has those, by keys such as `weight.codes`.
+    """
+    state: dict[str, Any] = {}
+    for name, value in model.state_dict().items():
+        own = compat.uncompiled_name(name)
+        state |= parts_of(value, own) if isinstance(value, torch.Tensor) else {own: value}
+    return state
 
 
 def model_plain(state: Mapping[str, Any], sources: Sources) -> dict[str, Any]:
@@ -230,7 +237,8 @@ class ModelTargets:
 
 def model_targets(model: nn.Module, state: Mapping[str, Any], plain: Mapping[str, Any]) -> ModelTargets:
     """Return the targets in `model` for the saved state `plain`; `state` is the state dict of `model`."""
-    own = {memory_of(tensor.detach()) for tensor in (*model.parameters(), *model.buffers())}
+    held = (*model.parameters(), *model.buffers())
+    own = {memory_of(part.detach()) for tensor in held for part in parts_of(tensor).values()}
     targets = ModelTargets()
     for name, value in state.items():
         key = key_of(plain[name])
@@ -255,8 +263,10 @@ def fill_rest(model: nn.Module, targets: ModelTargets, tensors: Mapping[str, tor
         model.load_state_dict(rest, strict=False)
 
 
-def memory_of(tensor: torch.Tensor) -> object:
+def memory_of(tensor: torch.Tensor) -> Hashable:
     """Return a key of memory, dtype, shape, strides and bits: two tensors are tied if their keys are equal."""
+    if is_wrapped(tensor):
+        return tuple(map(memory_of, parts_of(tensor).values()))
     own = own_shard(tensor)
     # Not the address: shards without elements all have the address 0, and are not tied.
     place = compat.storage_key(own), own.storage_offset()

@@ -106,6 +106,7 @@ from elixir_compile.compat.profiling import start_allocator_history as start_all
 from elixir_compile.compat.profiling import stop_allocator_history as stop_allocator_history
 from elixir_compile.compat.tensors import LazyBits as LazyBits
 from elixir_compile.compat.tensors import MemoryView as MemoryView
+from elixir_compile.compat.tensors import Wrapping as Wrapping
 from elixir_compile.compat.tensors import apply_to_tensors as apply_to_tensors
 from elixir_compile.compat.tensors import bytes_of as bytes_of
 from elixir_compile.compat.tensors import dense_parts as dense_parts
@@ -128,7 +129,6 @@ from elixir_compile.compat.tensors import num_holders as num_holders
 from elixir_compile.compat.tensors import ops_seen_by as ops_seen_by
 from elixir_compile.compat.tensors import plain_inside as plain_inside
 from elixir_compile.compat.tensors import real_tensors as real_tensors
-from elixir_compile.compat.tensors import rewrapped as rewrapped
 from elixir_compile.compat.tensors import schema_of as schema_of
 from elixir_compile.compat.tensors import settled as settled
 from elixir_compile.compat.tensors import stand_in as stand_in

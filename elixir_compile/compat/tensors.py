@@ -4,7 +4,7 @@ tensor is made again from its bytes.
 
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -281,23 +281,52 @@ def is_wrapper(value: object) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def plain_inside(value: torch.Tensor) -> list[torch.Tensor]:
-    """Return the tensors inside of `value`, of which `is_wrapper` is true, however deep; any other tensor itself."""
+def plain_inside(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors inside of `value`, of which `is_wrapper` is true, however deep, by the path of their
+    attributes, such as `scales.codes`; any other tensor itself, by an empty path."""
     if not is_wrapper(value):
-        return [value]
+        return {"": value}
     names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  the protocol of such classes
-    return [leaf for name in names for leaf in plain_inside(getattr(value, name))]
+    inside = ((name, plain_inside(getattr(value, name))) for name in names)
+    return {f"{name}.{path}" if path else name: leaf for name, found in inside for path, leaf in found.items()}
 
 
-def rewrapped(value: Any, inside: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a tensor like `value`, of which `is_wrapper` is true, around `inside` of each tensor in it.
+@dataclass(frozen=True, slots=True)
+class Wrapping:
+    """How a tensor of which `is_wrapper` is true is made of the tensors inside of it, which it does not hold.
 
     `__tensor_flatten__`, `__tensor_unflatten__`, the protocol of such classes: torch 2.11 to 2.13. Gone: AttributeError
-    at a plan without a run of a model with such an input.
+    when a model with such a parameter is prepared.
     """
-    names, context = value.__tensor_flatten__()
-    inner = {name: inside(getattr(value, name)) for name in names}
-    return type(value).__tensor_unflatten__(inner, context, value.shape, value.stride())
+
+    kind: type[torch.Tensor]
+    inside: tuple[tuple[str, "Wrapping | None"], ...]
+    """The attributes with the tensors inside; None for a tensor that is no wrapper itself."""
+    context: Any
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> "Wrapping | None":
+        """Return how `value` is made; None if it is no wrapper."""
+        if not is_wrapper(value):
+            return None
+        names, context = value.__tensor_flatten__()
+        inside = tuple((name, cls.of(getattr(value, name))) for name in names)
+        return cls(type(value), inside, context, value.shape, value.stride())
+
+    def around(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
+        """Return a tensor made of `leaves`, in the order of `plain_inside`."""
+        inner = {name: next(leaves) if within is None else within.around(leaves) for name, within in self.inside}
+        kind: Any = self.kind
+        return kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)
+
+    def makes(self, value: Any) -> bool:
+        """Return whether `value` is made in this way: of the same classes and contexts, and of the same sizes."""
+        try:
+            return bool(self == Wrapping.of(value))
+        except (RuntimeError, ValueError):  # contexts with tensors have no truth value
+            return False
 
 
 def schema_of(target: object) -> Any:

@@ -17,7 +17,7 @@ from elixir_compile.base.errors import IncompleteStep, StaleParameters, Unsuppor
 from elixir_compile.graph.capture.modules import EagerReads, Sites
 from elixir_compile.graph.ops.optimizers import PlainState
 from elixir_compile.graph.ops.registry import Slot, forget, new_slot, slot_of
-from elixir_compile.graph.ops.shards import TensorAxis
+from elixir_compile.graph.ops.shards import TensorAxis, parts_of
 from elixir_compile.graph.rewrite.regions import Layout
 from elixir_compile.ir import BucketId, BucketRef, Kept, Lane, Verb, label
 from elixir_compile.runtime.distributed.control import Peers
@@ -100,6 +100,12 @@ class Executor:
         """Return the slot of `param` in this executor, or None."""
         slot = slot_of(param)
         return slot if slot is not None and slot.sink is self else None
+
+    def slots_for(self, tensor: torch.Tensor) -> list[Slot]:
+        """Return the slots of the tensors inside of `tensor`, or of itself; empty unless all are in this executor."""
+        found = [self.slot_for(part) for part in parts_of(tensor).values()]
+        slots = [slot for slot in found if slot is not None]
+        return slots if len(slots) == len(found) else []
 
     def add_slot(self, name: str, param: torch.Tensor) -> Slot:
         """Return the slot of `param`, called `name` in the model; make the slot on the first call for `param`."""
@@ -332,7 +338,7 @@ class Executor:
 
 def synchronize_executors(model: torch.nn.Module) -> None:
     """Wait until all work is done that the executors of the parameters of `model` have issued, copies included."""
-    slots = (slot_of(param) for param in model.parameters())
+    slots = (slot_of(part) for param in model.parameters() for part in parts_of(param).values())
     for executor in {executor_of_slot(slot) for slot in slots if slot is not None}:
         executor.lanes.synchronize()
 

@@ -289,7 +289,7 @@ def take_replaced(sites: Sites, next_forward: int) -> list[Slot]:
     """
     moved = sites.moved()
     for site in moved:
-        there = site.tensors.get(site.name)
+        there = site.found()
         if sites.may_take(site.slot, there):
             continue
         is_param = isinstance(site.slot.param, nn.Parameter)

@@ -37,7 +37,7 @@ from elixir_compile.graph.capture.joint import (
     sizes_in,
 )
 from elixir_compile.graph.capture.loss import chunk_loss, find_loss
-from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, movable, read_plainly
+from elixir_compile.graph.capture.modules import find_roots, is_swapped, is_swapped_for, read_plainly, reads_any
 from elixir_compile.graph.capture.node_facts import gather_keys, outputs_of
 from elixir_compile.graph.capture.rewire import (
     ParameterInputs,
@@ -55,7 +55,7 @@ from elixir_compile.graph.capture.rewire import (
 from elixir_compile.graph.capture.tracing import inline_regions, with_deep_calls
 from elixir_compile.graph.ops.gather import Gate
 from elixir_compile.graph.ops.registry import Slot, follow_all_thaws, forget, slot_by_key, slot_of
-from elixir_compile.graph.ops.shards import is_dtensor, rehome
+from elixir_compile.graph.ops.shards import is_dtensor, is_wrapped, rehome
 from elixir_compile.optim.guard import note_captured, watch_plain_optimizers
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime.bucket import on_device
@@ -144,7 +144,7 @@ def compile_unmanaged(
                 wanted = {id(slot.param) for slot in gathered}
                 for root in find_roots([slot.param for slot in gathered]) if gathered else ():
                     for module in root.modules():
-                        names = [name for name, tensor in movable(module) if id(tensor) in wanted]
+                        names = reads_any(module, wanted)
                         if names and is_swapped(module):
                             read_plainly(module, names)
                 gathered.clear()
@@ -374,6 +374,11 @@ def _compile_graph(
     if model is not None:
         slot_for = model.executor.slot_for
         stop_managing(model, ((slot, reason) for param, reason in unmanaged if (slot := slot_for(param)) is not None))
+        if any(is_wrapped(param) and model.executor.slots_for(param) for param in params):
+            # The graph has one input for all tensors inside of a parameter; swapped modules gather each of them.
+            model.swap_modules()
+            compat.before_each_capture(follow_all_thaws)
+            compat.trace_again("parameters are made of tensors that plans move one by one")
     if model is None or not any(model.executor.slot_for(param) for param in params):
         message = (
             "the captured graph reads no parameter of a module that a plan can move, so there is nothing to place: "

@@ -16,7 +16,16 @@ from elixir_compile.base.options import ParamDtype
 from elixir_compile.graph.capture.modules import unmanaged_reason
 from elixir_compile.graph.ops.optimizers import REST_DTYPES, add_master, has_master, note_replaced
 from elixir_compile.graph.ops.registry import Slot, aliases
-from elixir_compile.graph.ops.shards import Portion, TensorAxis, as_dtensor, is_dtensor, new_portion, own_shard
+from elixir_compile.graph.ops.shards import (
+    Portion,
+    TensorAxis,
+    as_dtensor,
+    is_dtensor,
+    is_wrapped,
+    new_portion,
+    own_shard,
+    parts_of,
+)
 from elixir_compile.ir import Plan
 from elixir_compile.ir.share import largest_remainder, owners_by_size
 from elixir_compile.optim.host.flat_step import split
@@ -187,7 +196,8 @@ def check_masters(slots: Iterable[Slot], modules: Iterable[nn.Module], name: Par
     dtype `name` would add one."""
     scales = scales_of(modules)
     for slot in slots:
-        if id(slot.param) not in scales and gets_master(slot.param, torch_dtype(name)) and not has_master(slot.param):
+        is_cast = isinstance(slot.param, nn.Parameter) and gets_master(slot.param, torch_dtype(name))
+        if is_cast and id(slot.param) not in scales and not has_master(slot.param):
             raise WrongDtype(slot.name, str(slot.param.dtype), name)
 
 
@@ -367,12 +377,13 @@ def _sharded(
     """
     param = module._parameters[local]
     assert param is not None
-    if unmanaged_reason(module, local) is not None:
+    if is_wrapped(param) or unmanaged_reason(module, local) is not None:
         if is_dtensor(original):
             assert axis is not None
             because = f"{unmanaged_reason(module, local)}, and it is cut along a tensor axis of {axis.num_ranks} ranks"
             raise UnsupportedModel(name, f"{because}. Leave its module out of the plan of `parallelize_module`")
-        _from_first(param.data, ranks, axis)
+        for part in parts_of(param).values():
+            _from_first(part.data, ranks, axis)
         if param.requires_grad and ranks is not None:
             param.register_post_accumulate_grad_hook(functools.partial(_average, name=name, ranks=ranks))
         return param

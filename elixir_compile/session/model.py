@@ -25,6 +25,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.base.process import Living
 from elixir_compile.base.units import format_bytes
 from elixir_compile.graph.capture.modules import (
+    Entry,
     executor_of,
     gathered_names,
     is_swapped,
@@ -37,7 +38,7 @@ from elixir_compile.graph.capture.modules import (
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.gather import Gate
 from elixir_compile.graph.ops.registry import Slot, aliases, moved_together, num_slots, slot_of
-from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor, own_shard
+from elixir_compile.graph.ops.shards import TensorAxis, is_dtensor, is_wrapped, own_shard, parts_of
 from elixir_compile.graph.rewrite.program import program_text
 from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.optim.hybrid import Hybrid
@@ -304,14 +305,18 @@ class ManagedModel:
         self._regions: dict[str, RegionCompiler] = {}
         self._roots = tuple(weakref.ref(root) for root in roots)
         # A buffer is complete on each rank, and DistributedDataParallel writes it before each forward.
-        moves_buffers = peers is None and ranks is None and tensor_axis is None and compat.active_ddp() is None
+        is_alone = peers is None and ranks is None and tensor_axis is None
+        moves_buffers = is_alone and compat.active_ddp() is None
         for name, param, reason in _with_reasons(roots, originals):
             if not (moves_buffers or isinstance(param, nn.Parameter)):
                 continue
-            if reason is None:
-                self.executor.add_slot(name, param)
-            else:
+            if reason is None and is_wrapped(param) and not is_alone:
+                reason = f"several ranks share the model, and a {type(param).__name__} is complete on each of them"
+            if reason is not None:
                 self.note_unmanaged(name, param, reason)
+                continue
+            for part_name, part in parts_of(param, name).items():
+                self.executor.add_slot(part_name, part)
 
     def note_unmanaged(self, name: str, param: torch.Tensor, reason: str) -> None:
         """Note that no plan can move `param`, for the given `reason`."""
@@ -324,7 +329,7 @@ class ManagedModel:
         for root in self.roots:
             for module in root.modules():
                 own = (*module._buffers.values(), *module._parameters.values())
-                yield from (each for each in own if each is not None and self.executor.slot_for(each) is None)
+                yield from (each for each in own if each is not None and not self.executor.slots_for(each))
 
     def join_stages(self, schedule: object, place: int, others: "Sequence[ManagedModel]", runs: Sequence[Run]) -> None:
         """Plan this stage, at `place` of the stages that `schedule` runs on this rank, beside the `others`; `runs` is
@@ -352,14 +357,13 @@ class ManagedModel:
             for module in root.modules():
                 if is_swapped(module):
                     continue
-                found = {
-                    name: self.executor.slot_for(tensor)
+                entries = {
+                    name: Entry.of(tensor, slots)
                     for name, tensor in movable(module)
-                    if unmanaged_reason(module, name) is None
+                    if unmanaged_reason(module, name) is None and (slots := self.executor.slots_for(tensor))
                 }
-                slots = {name: slot for name, slot in found.items() if slot is not None}
-                if slots:
-                    swap(module, slots, self)
+                if entries:
+                    swap(module, entries, self)
 
     def move_rest(self) -> None:
         """Move all parameters and buffers of the models that do not read as gathers to the device."""
@@ -381,7 +385,7 @@ class ManagedModel:
         """
         if self.executor.sites.is_outdated:
             return True
-        wanted = {id(param) for param in params if self.executor.slot_for(param) is None}
+        wanted = {id(param) for param in params if not self.executor.slots_for(param)}
         found = _with_reasons(self.roots) if wanted else ()
         known = self.unmanaged_because
         new = [name for name, param, reason in found if id(param) in wanted and reason is None and name not in known]
@@ -562,14 +566,15 @@ def _with_reasons(
     """
     named = list(_named_parameters(roots))
     owners = originals or roots
-    moved = [(name, tensor) for name, tensor, _, _ in _named_parameters(owners)]
+    moved = [found for name, tensor, _, _ in _named_parameters(owners) for found in parts_of(tensor, name).items()]
     known = {id(tensor) for _, tensor in moved}
     buffers = ((f"buffer {name}", buffer) for root in owners for name, buffer in root.named_buffers())
     shared = aliases([*moved, *(found for found in buffers if id(found[1]) not in known)])
     for name, param, module, local in named:
         reason = unmanaged_reason(module, local)
-        if reason is None and name in shared:
-            reason = f"it shares memory with {shared[name]}"
+        other = next((shared[part] for part in parts_of(param, name) if part in shared), None)
+        if reason is None and other is not None:
+            reason = f"it shares memory with {other}"
         yield name, param, reason
 
 

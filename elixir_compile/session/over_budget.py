@@ -26,7 +26,7 @@ from elixir_compile.base.errors import NoFeasiblePlan, OutOfDeviceMemory, other_
 from elixir_compile.base.process import Living
 from elixir_compile.base.units import format_bytes, parse_bytes
 from elixir_compile.compat.platforms import platform_of
-from elixir_compile.graph.ops.shards import own_shard
+from elixir_compile.graph.ops.shards import own_shard, parts_of
 from elixir_compile.ir import Kind, Phase
 from elixir_compile.ir.plan import plan_line
 from elixir_compile.runtime.executor import Executor
@@ -300,9 +300,9 @@ class StepWatch:
             tensors = list(self.tensors())
             with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
                 for tensor in tensors:
-                    own.append(own_shard(tensor))
+                    own += parts_of(own_shard(tensor)).values()
                     if tensor.is_leaf and tensor.grad is not None:
-                        own.append(own_shard(tensor.grad))
+                        own += parts_of(own_shard(tensor.grad)).values()
             own += [*inputs, *compat.saved_behind(inputs)]  # code before the first graph has left them for its backward
             params = [tensor for tensor in tensors if isinstance(tensor, torch.nn.Parameter)]
             # Every plan counts the workspaces of libraries, which are there before the step.

@@ -9,12 +9,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
+from elixir_compile.session.model import managed_model
 from tests.run.ranks_training import compiled_with, full, mesh_of
 
 WIDTH, RANK, LAYERS, ROWS = 128, 4, 4, 8
 LARGE_WIDTH = 256
 """Of a layer whose codes are 64 KiB: a smaller buffer is not planned, and a smaller parameter not sharded."""
 CODE_BYTES = WIDTH * WIDTH
+aten = torch.ops.aten
 
 
 @torch.library.custom_op("elixir_tests::of_codes", mutates_args=())
@@ -67,6 +69,60 @@ class InHalves(Adapted):
         return (self.table[places] * self.scale).view(WIDTH, WIDTH)
 
 
+class NF4(torch.Tensor):
+    """A matrix of 4-bit codes that are places in a table, with a scale for each 64: a class of tensors like those of
+    torchao, which torch takes apart by `__tensor_flatten__`. Every op but those that keep it frozen reads its values.
+    """
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, shape: tuple[int, ...]) -> "NF4":
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=scales.dtype, device=codes.device)  # pyright: ignore[reportAttributeAccessIssue]  (stubs)
+
+    def __init__(self, codes: torch.Tensor, scales: torch.Tensor, table: torch.Tensor, shape: tuple[int, ...]) -> None:
+        self.codes, self.scales, self.table = codes, scales, table
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[int, ...]]:
+        return ["codes", "scales", "table"], tuple(self.shape)
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], shape: tuple[int, ...], *_: object) -> "NF4":
+        return NF4(inner["codes"], inner["scales"], inner["table"], shape)
+
+    def values(self) -> torch.Tensor:
+        places = torch.stack([self.codes & 15, self.codes >> 4], -1).view(-1, 64).int()
+        return (self.table[places] * self.scales).view(self.shape)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        own, given = args[0], kwargs or {}
+        if func is aten.copy_.default and all(isinstance(each, NF4) for each in args[:2]):
+            for name in own.__tensor_flatten__()[0]:
+                getattr(own, name).copy_(getattr(args[1], name))
+            return own
+        if func in (aten.detach.default, aten.clone.default, aten.alias.default, aten._to_copy.default):
+            return NF4(*(func(part, **given) for part in (own.codes, own.scales, own.table)), tuple(own.shape))
+        return func(*(each.values() if isinstance(each, NF4) else each for each in args), **given)
+
+
+def nf4(width: int = WIDTH) -> NF4:
+    codes = torch.randint(0, 256, (width * width // 2,), dtype=torch.uint8)
+    return NF4(codes, torch.rand(width * width // 64, 1) / 8, torch.linspace(-1, 1, 16), (width, width))
+
+
+class InNF4(nn.Module):
+    """QLoRA: a linear layer whose weight is an NF4, and a trained adapter of low rank beside it."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.base = nn.Linear(width, width, bias=False)
+        self.base.weight = nn.Parameter(nf4(width), requires_grad=False)
+        self.down = nn.Parameter(torch.randn(RANK, width) / width**0.5)
+        self.up = nn.Parameter(torch.randn(width, RANK) / 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.gelu(self.base(x)) + (x @ self.down.t()) @ self.up.t()
+
+
 class InBuffers(nn.Module):
     """Codes and scales that are buffers, as GPTQ and AWQ have them; a buffer of at least 64 KiB is planned."""
 
@@ -116,6 +172,13 @@ class Checkpointed(Adapted):
         return checkpoint(super().forward, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
 
 
+class CheckpointedNF4(InNF4):
+    """Layers of QLoRA that the user computes again in the backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # pyright: ignore[reportReturnType]
+
+
 class Dropped(Adapted):
     """Random elements of the matrix are left out in each forward."""
 
@@ -139,6 +202,20 @@ def squares(compiled: Callable[..., Any], optimizer: torch.optim.Optimizer, batc
 def batches(num: int = 3, width: int = WIDTH) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return [torch.randn(ROWS, width, generator=generator) for _ in range(num)]
+
+
+def losses_beside_nf4(rank: int, world_size: int) -> tuple[list[float], set[str]]:
+    """Train on the same batches on each rank beside NF4s of the first rank's values; return losses, and the reasons
+    why no plan moves them."""
+    torch.manual_seed(rank)
+    model = nn.Sequential(*(InNF4() for _ in range(LAYERS)))
+    model = elixir.prepare(model, mesh=mesh_of([world_size]) if world_size > 1 else None)
+    compiled = compiled_with(model, plan_cache=False, planner="zero3_offload")
+    optimizer = elixir.HybridAdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+    losses = [squares(compiled, optimizer, batch).item() for batch in batches()]
+    managed = managed_model(model)
+    assert managed is not None
+    return losses, set(managed.unmanaged_because.values())
 
 
 def losses_and_codes(rank: int, world_size: int) -> tuple[list[float], list[int], list[str]]:

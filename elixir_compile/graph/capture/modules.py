@@ -4,6 +4,7 @@ parameters, and lost writes of eager code.
 
 import copyreg
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,15 @@ from elixir_compile.base.errors import StaleParameters, UnsupportedModel
 from elixir_compile.graph.ops.gather import GATHER, Gate
 from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.registry import Slot, slot_of
-from elixir_compile.graph.ops.shards import DTensor, has_layout_of, is_dtensor, own_shard, rehome
+from elixir_compile.graph.ops.shards import (
+    DTensor,
+    has_layout_of,
+    is_dtensor,
+    is_wrapped,
+    own_shard,
+    parts_of,
+    rehome,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Where modules read parameters: find replaced parameters of a prepared model, and lost writes of eager code.
@@ -37,14 +46,74 @@ from elixir_compile.graph.ops.shards import DTensor, has_layout_of, is_dtensor, 
 
 
 @dataclass(frozen=True, slots=True)
+class Entry:
+    """What graphs gather for an entry of `_parameters` or `_buffers` of a module: itself, or the tensors inside of it.
+
+    A tensor with others inside, such as codes and scales, has one slot for each of them. The module gets one like it,
+    made of what was gathered.
+    """
+
+    slots: tuple[Slot, ...]
+    wrapping: compat.Wrapping | None
+    """How the entry is made of the tensors of `slots`; None if it is the tensor of its only slot."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, slots: Sequence[Slot]) -> "Entry":
+        """Return the entry for `tensor`, whose parts have `slots`."""
+        return cls(tuple(slots), compat.Wrapping.of(tensor) if is_wrapped(tensor) else None)
+
+    def parts(self, tensor: object) -> Sequence[torch.Tensor]:
+        """Return the tensors inside of `tensor` in the order of the slots, or itself; none if it is not made like the
+        entry."""
+        if not isinstance(tensor, torch.Tensor):
+            return []
+        is_alike = not is_wrapped(tensor) if self.wrapping is None else self.wrapping.makes(tensor)
+        return list(parts_of(tensor).values()) if is_alike else []
+
+    def is_in(self, tensor: torch.Tensor) -> bool:
+        """Return whether the slots have the tensors inside of `tensor`, or `tensor` itself."""
+        if self.wrapping is None:
+            return tensor is self.slots[0].param
+        found = self.parts(tensor)
+        return bool(found) and all(map(operator.is_, found, (slot.param for slot in self.slots)))
+
+
+@dataclass(slots=True)
 class Site:
-    """An entry of `_parameters` or `_buffers` of a module, and its slot in graphs."""
+    """An entry of `_parameters` or `_buffers` of a module, and one of its slots in graphs."""
 
     tensors: dict[str, torch.Tensor | None]
     """The dictionary of the module that has the entry."""
     name: str
-    slot: Slot
+    entry: Entry
+    place: int
+    """The place of the slot in the entry."""
+    outer: torch.Tensor | None
+    """The tensor that was there when the slot took the part in it; None if the entry has no parts."""
     module: "weakref.ref[nn.Module]"
+
+    @property
+    def slot(self) -> Slot:
+        """The slot of the entry, or of one of its parts."""
+        return self.entry.slots[self.place]
+
+    def found(self) -> torch.Tensor | None:
+        """Return the tensor that is there for the slot now; None if the entry is gone or made in another way.
+
+        Raises UnsupportedModel if a part is inside of a tensor that is trained now: no gradient reaches the part.
+        """
+        value = self.tensors.get(self.name)
+        if self.outer is None or value is None:
+            return value
+        if value.requires_grad:
+            because = (
+                f"it is inside of a {type(value).__name__} that requires a gradient since the model was prepared, and "
+                "its gathers have none. Call `requires_grad_()` before the model is prepared or compiled, then the "
+                f"{type(value).__name__} stays on the device; or leave that frozen and train an adapter beside it"
+            )
+            raise UnsupportedModel(self.slot.name, because)
+        parts = self.entry.parts(value)
+        return parts[self.place] if parts else None
 
 
 @dataclass(slots=True)
@@ -54,39 +123,73 @@ class Sites:
     is_outdated: bool = False
     """Whether a module changed so much that graphs captured before must not run again."""
     _sites: list[Site] = field(default_factory=list)
+    _inside: list[tuple[Site, Callable[[Any], object]]] = field(default_factory=list)
+    """The sites whose slots are of tensors inside of others, each with the function that reads this tensor."""
     _num_of_slot: dict[int, int] = field(default_factory=dict)
     _replaced: str | None = None
     """The name of the last parameter that was replaced."""
     _replaced_before: int = 0
     """The number of the first forward after that replacement."""
 
-    def add(self, module: nn.Module, name: str, slot: Slot) -> None:
-        """Add the site of the parameter or buffer `name` of `module`, for which graphs read `slot`."""
-        self._sites.append(Site(holder_of(module, name), name, slot, weakref.ref(module)))
-        self._num_of_slot[slot.key] = self._num_of_slot.get(slot.key, 0) + 1
+    def add(self, module: nn.Module, name: str, entry: Entry) -> None:
+        """Add the sites of the parameter or buffer `name` of `module`, for which graphs read the slots of `entry`."""
+        tensors, reference = holder_of(module, name), weakref.ref(module)
+        outer = None if entry.wrapping is None else tensors[name]
+        paths = [] if outer is None else list(parts_of(outer))
+        for place, slot in enumerate(entry.slots):
+            site = Site(tensors, name, entry, place, outer, reference)
+            if outer is None:
+                self._sites.append(site)
+            else:
+                self._inside.append((site, operator.attrgetter(paths[place])))
+            self._num_of_slot[slot.key] = self._num_of_slot.get(slot.key, 0) + 1
 
     def clear(self) -> None:
         """Forget all sites."""
         self._sites.clear()
+        self._inside.clear()
         self._num_of_slot.clear()
 
     def modules(self) -> list[nn.Module]:
         """Return the live modules, each once."""
-        found = (site.module() for site in self._sites)
+        found = (site.module() for site in (*self._sites, *(site for site, _ in self._inside)))
         return list({id(module): module for module in found if module is not None}.values())
 
     def moved(self) -> list[Site]:
-        """Return the sites whose parameter is not the parameter of the slot. It takes 60 ns for each site."""
-        return [site for site in self._sites if site.tensors.get(site.name) is not site.slot.param]
+        """Return the sites whose parameter is not the parameter of the slot, or is inside of one that is trained now.
+
+        It takes 60 ns for each site that is not inside of another tensor.
+        """
+        moved = [site for site in self._sites if site.tensors.get(site.name) is not site.entry.slots[0].param]
+        with torch.DisableTorchFunctionSubclass():
+            for site, part_of in self._inside:
+                outer = site.tensors.get(site.name)
+                is_same = outer is not None and outer is site.outer and not outer.requires_grad
+                try:
+                    part = part_of(outer) if is_same else None
+                except AttributeError:  # `torch.utils.swap_tensors` made it a tensor of another class
+                    part = None
+                if part is not site.slot.param:
+                    moved.append(site)
+        return moved
 
     def may_take(self, slot: Slot, param: object) -> bool:
         """Return whether `slot` can take `param` in place of its parameter without another capture."""
         old = slot.param
+        if param is old:  # inside of a new tensor
+            return True
         if not isinstance(param, torch.Tensor) or isinstance(param, nn.Parameter) is not isinstance(old, nn.Parameter):
             return False
         if type(param.data) is not type(old.data) or slot_of(param) is not None or self._num_of_slot[slot.key] > 1:
             return False
         return slot.fits(param) and has_layout_of(param, old) and has_master(param) == has_master(old)
+
+    def may_replace(self, entry: Entry | None, tensor: object) -> bool:
+        """Return whether the slots of `entry` can take `tensor` in place of it without another capture."""
+        parts = () if entry is None else entry.parts(tensor)
+        if entry is None or not parts or (entry.wrapping is not None and cast("torch.Tensor", tensor).requires_grad):
+            return False
+        return all(map(self.may_take, entry.slots, parts))
 
     def take(self, sites: Iterable[Site], next_forward: int) -> Iterator[Slot]:
         """Make the slots of `sites` take the present parameters of the sites, and yield the slots.
@@ -94,7 +197,8 @@ class Sites:
         `may_take` must be True for each site.
         """
         for site in sites:
-            site.slot.take(cast("torch.Tensor", site.tensors[site.name]))  # `may_take` refuses None
+            site.slot.take(cast("torch.Tensor", site.found()))  # `may_take` refuses None
+            site.outer = None if site.outer is None else site.tensors[site.name]
             self._replaced, self._replaced_before = site.slot.name, next_forward
             yield site.slot
 
@@ -154,7 +258,7 @@ class EagerReads:
 
 
 def find_roots(params: Sequence[torch.Tensor]) -> list[nn.Module]:
-    """Return the outermost modules in the process with any of `params`, parameters or buffers.
+    """Return the outermost modules in the process with any of `params`, parameters or buffers, or tensors inside.
 
     A DistributedDataParallel counts as its module, so that parameters have the same names inside of it.
     """
@@ -164,16 +268,27 @@ def find_roots(params: Sequence[torch.Tensor]) -> list[nn.Module]:
         if issubclass(type(thing), nn.Module) and compat.undo_compile(thing) is thing
     ]
     children = {id(child) for module in modules for child in module.children()}
-    wanted = {id(param) for param in params}
+    wanted = {id(part) for param in params for part in parts_of(param).values()}
     outermost = [module for module in modules if id(module) not in children]
     roots = [module.module if isinstance(module, DistributedDataParallel) else module for module in outermost]
-    return [root for root in roots if wanted & set(map(id, (*root.parameters(), *root.buffers())))]
+    return [root for root in roots if any(reads_any(module, wanted) for module in root.modules())]
+
+
+def reads_any(module: nn.Module, wanted: Collection[int]) -> list[str]:
+    """Return the names of the parameters and buffers of `module` itself whose ids, or those of tensors inside, are
+    `wanted`."""
+    own = [*module._parameters.items(), *module._buffers.items()]
+    return [
+        name
+        for name, tensor in own
+        if tensor is not None and any(id(part) in wanted for part in parts_of(tensor).values())
+    ]
 
 
 _HANDLE = "_elixir_handle_"
 _MODEL = "_elixir_model"
-_SLOTS = "_elixir_slots"
-"""The attribute of a swapped module with the slots of its parameters, by name.
+_ENTRIES = "_elixir_entries"
+"""The attribute of a swapped module with the entries of its parameters, by name.
 
 The class does not hold the slots, because compiled code keeps the class alive."""
 _SWAPPED = "_elixir_swapped"
@@ -225,32 +340,63 @@ def unmanaged_reason(module: nn.Module, name: str) -> str | None:
         return f"{type(module).__name__} reads its parameters directly"
     if parametrize.is_parametrized(module):
         return f"{type(module).__name__} gets another class when its parametrization is removed"
+    if isinstance(getattr(type(module), name, None), property):
+        return f"{type(module).__name__}.{name} is a property already"
+    if is_wrapped(param):
+        return _reason_inside(param)
     is_plain = type(param) in (torch.Tensor, nn.Parameter) or is_dtensor(param)
     if not (is_plain or param.is_floating_point() or param.is_complex()):
         return f"code reads attributes of a {type(param).__name__}, which a gathered copy of its values has not"
     if type(param.data) is not torch.Tensor and not is_dtensor(param):
-        return f"{type(param.data).__name__} is a tensor subclass"
-    if param.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_shard(param)):
-        return "its elements are not dense in memory"
-    if isinstance(getattr(type(module), name, None), property):
-        return f"{type(module).__name__}.{name} is a property already"
+        return f"{type(param.data).__name__} is a tensor subclass without `__tensor_flatten__`"
+    return _NOT_DENSE if _has_gaps(own_shard(param)) else None
+
+
+_NOT_DENSE = "its elements are not dense in memory"
+
+
+def _has_gaps(tensor: torch.Tensor) -> bool:
+    return tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(tensor)
+
+
+def _reason_inside(param: torch.Tensor) -> str | None:
+    """Return why the tensors inside of `param` cannot become gathers; None if they can, and make a tensor like it."""
+    kind = type(param).__name__
+    if param.requires_grad:
+        return f"a {kind} that is trained would need a gradient of its own class"
+    wrapping, parts = compat.Wrapping.of(param), list(parts_of(param).values())
+    if any(type(part) is not torch.Tensor or part.is_meta or _has_gaps(part) for part in parts):
+        return f"a tensor inside of a {kind} is not plain and dense in memory"
+    if any(part is not again for part, again in zip(parts, parts_of(param).values(), strict=True)):
+        return f"a {kind} makes new tensors whenever it is taken apart"
+    with torch.no_grad():
+        made = param if wrapping is None else wrapping.around(iter(parts))
+    keeps_memory = [*map(compat.storage_key, parts)] == [*map(compat.storage_key, parts_of(made).values())]
+    if wrapping is None or not (wrapping.makes(made) and keeps_memory):
+        return f"a {kind} that is taken apart and made again is another one"
     return None
 
 
-def swap(module: nn.Module, slots: Mapping[str, Slot], model: OwningModel) -> None:
-    """Make the parameters of `module` in `slots`, by name, read as gathers. The module keeps `model` alive."""
+def swap(module: nn.Module, entries: Mapping[str, Entry], model: OwningModel) -> None:
+    """Make the parameters of `module` in `entries`, by name, read as gathers. The module keeps `model` alive."""
     base = type(module)
-    namespace: dict[str, object] = {name: _gathered(name, slot) for name, slot in slots.items()}
-    namespace |= _methods_over(base, has_dtensors=any(slot.is_dtensor for slot in slots.values()))
+    namespace: dict[str, object] = {name: _gathered(module, name, entry) for name, entry in entries.items()}
+    namespace |= _methods_over(base, has_dtensors=any(entry.slots[0].is_dtensor for entry in entries.values()))
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
     namespace[_SWAPPED] = True
-    for name, slot in slots.items():
-        module.__dict__[_HANDLE + name] = slot.handle()
-        model.executor.sites.add(module, name, slot)
+    for name, entry in entries.items():
+        for attribute, slot in zip(_handle_names(name, entry), entry.slots, strict=True):
+            module.__dict__[attribute] = slot.handle()
+        model.executor.sites.add(module, name, entry)
     module.__dict__[_MODEL] = model
-    module.__dict__[_SLOTS] = dict(slots)
+    module.__dict__[_ENTRIES] = dict(entries)
     module.__class__ = _subclass((base,), namespace)
+
+
+def _handle_names(name: str, entry: Entry) -> list[str]:
+    """Return the attributes of the module for the handles of its entry `name`."""
+    return [f"{_HANDLE}{place}_{name}" if place else _HANDLE + name for place in range(len(entry.slots))]
 
 
 def read_plainly(module: nn.Module, names: Collection[str]) -> None:
@@ -261,8 +407,9 @@ def read_plainly(module: nn.Module, names: Collection[str]) -> None:
     base = type(module).__bases__[0]
     namespace = {name: value for name, value in vars(type(module)).items() if name not in names}
     for name in names:
-        module.__dict__.pop(_HANDLE + name, None)
-        module.__dict__[_SLOTS].pop(name, None)
+        entry = module.__dict__[_ENTRIES].pop(name, None)
+        for attribute in () if entry is None else _handle_names(name, entry):
+            module.__dict__.pop(attribute, None)
     module.__class__ = _subclass((base,), namespace)
 
 
@@ -278,7 +425,7 @@ def is_swapped(module: nn.Module) -> bool:
 
 def gathered_names(module: nn.Module) -> Collection[str]:
     """Return the names of the parameters of `module` itself that read as gathers."""
-    return module.__dict__.get(_SLOTS, {}).keys()
+    return module.__dict__.get(_ENTRIES, {}).keys()
 
 
 def is_swapped_for(module: nn.Module, model: OwningModel) -> bool:
@@ -306,8 +453,9 @@ def undo_swap(module: nn.Module) -> None:
     else:  # a later class for this module alone, as the parametrization of a buffer makes
         child = next(kind for kind in type(module).__mro__ if swapped in kind.__bases__)
         child.__bases__ = tuple(base if kind is swapped else kind for kind in child.__bases__)
-    for name in module.__dict__.pop(_SLOTS):
-        del module.__dict__[_HANDLE + name]
+    for name, entry in module.__dict__.pop(_ENTRIES).items():
+        for attribute in _handle_names(name, entry):
+            del module.__dict__[attribute]
     del module.__dict__[_MODEL]
 
 
@@ -326,7 +474,7 @@ def retire(sites: Sites) -> None:
 def _give_back(module: nn.Module) -> None:
     """Undo `swap` of `module`, move its parameters to the device, and have its graphs captured again."""
     executor: Owner = module.__dict__[_MODEL].executor
-    slots: list[Slot] = list(module.__dict__[_SLOTS].values())
+    slots = [slot for entry in module.__dict__[_ENTRIES].values() for slot in entry.slots]
     undo_swap(module)
     for slot in slots:
         slot.sink.buckets.await_update(slot)
@@ -339,38 +487,37 @@ def _swapped_class(module: nn.Module) -> type:
     return next(kind for kind in type(module).__mro__ if _SWAPPED in vars(kind))
 
 
-def _gathered(name: str, slot: Slot) -> property:
-    attribute, key = _HANDLE + name, slot.key
-    size, stride = list(slot.shape), list(slot.stride)
-    axis = slot.sink.tensor_axis
-    is_cut = axis is not None and slot.shard is not None and not slot.shard.is_plain
-    # Dynamo traces `from_local` with these.
-    mesh, placements = (
-        (axis.mesh, (slot.shard.placement,)) if axis is not None and slot.shard is not None else (None, ())
-    )
-    whole, whole_stride = slot.param.shape, slot.param.stride()
+def _gathered(module: nn.Module, name: str, entry: Entry) -> property:
+    """Return the property that reads the entry `name` of `module` as gathers.
+
+    It holds no slot and no tensor, because compiled code keeps the class alive.
+    """
+    reads = [
+        (attribute, list(slot.shape), list(slot.stride), slot.key)
+        for attribute, slot in zip(_handle_names(name, entry), entry.slots, strict=True)
+    ]
+    as_entry = _maker(holder_of(module, name)[name], entry)
 
     def read(module: nn.Module) -> torch.Tensor | None:
         if not torch.compiler.is_compiling():
             tensors = holder_of(module, name)
             if name not in tensors:
                 raise AttributeError(name)  # then `nn.Module.__getattr__` looks for the name, and its error says so
-            slot: Slot = module.__dict__[_SLOTS][name]
+            entry: Entry = module.__dict__[_ENTRIES][name]
             param = tensors[name]
             if param is None:  # set by the user
                 return None
-            if param is not slot.param:  # replaced by the user, or by `torch.func.functional_call`
-                return param if param.device == slot.device else param.to(slot.device)
-            slot.follow_thaw()
-            if param.device == slot.device and not slot.is_dtensor:
+            slots = entry.slots
+            if not entry.is_in(param):  # replaced by the user, or by `torch.func.functional_call`
+                return param if param.device == slots[0].device else param.to(slots[0].device)
+            for slot in slots:
+                slot.follow_thaw()
+            if not slots[0].is_dtensor and all(slot.param.device == slot.device for slot in slots):
                 return param  # eager code reads the parameter itself, `.grad` included
             owner: Owner = module.__dict__[_MODEL].executor
-            gathered = _copy_for_eager_code(owner, slot, size, stride)  # pyright: ignore[reportCallIssue]  `disable`
-        else:
-            gathered = GATHER(getattr(module, attribute), size, stride, key)
-        if not is_cut:
-            return gathered
-        return DTensor.from_local(gathered, mesh, placements, run_check=False, shape=whole, stride=whole_stride)
+            return _copy_for_eager_code(owner, slots, as_entry)  # pyright: ignore[reportCallIssue]  `disable`
+        gathered = [GATHER(getattr(module, attribute), size, stride, key) for attribute, size, stride, key in reads]
+        return gathered[0] if as_entry is None else as_entry(*gathered)
 
     def write(module: nn.Module, value: object) -> None:
         _give_back(module)
@@ -381,22 +528,48 @@ def _gathered(name: str, slot: Slot) -> property:
     return property(read, write)
 
 
+def _maker(tensor: torch.Tensor, entry: Entry) -> Callable[..., torch.Tensor] | None:
+    """Return the function that makes a tensor like `tensor` of what was gathered for the slots of its `entry`; None if
+    that is the tensor."""
+    slot, wrapping = entry.slots[0], entry.wrapping
+    axis = slot.sink.tensor_axis
+    if wrapping is not None:
+
+        def wrapped(*parts: torch.Tensor) -> torch.Tensor:
+            return wrapping.around(iter(parts))
+
+        # Not traced by Dynamo, which leaves constructors of some classes out of its graph. AOTAutograd traces it.
+        made: Any = torch.compiler.allow_in_graph(wrapped)
+        return made
+    if axis is None or slot.shard is None or slot.shard.is_plain:
+        return None
+    # Dynamo traces `from_local` with these.
+    mesh, placements, shape, stride = axis.mesh, (slot.shard.placement,), tensor.shape, tensor.stride()
+    return lambda own: DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
 @torch.compiler.disable  # between the graphs of a model with graph breaks, Dynamo would compile the gate
-def _copy_for_eager_code(executor: Owner, slot: Slot, size: list[int], stride: list[int]) -> torch.Tensor:
-    """Return a copy of the slot's parameter on the device, of `size` and `stride`.
+def _copy_for_eager_code(
+    executor: Owner, slots: Sequence[Slot], as_entry: Callable[..., torch.Tensor] | None
+) -> torch.Tensor:
+    """Return a copy of the parameter of `slots` on the device, made by `as_entry` if it is not that of the only slot.
 
     If gradients are on, autograd leads the gradient of the copy to the parameter. Within `torch.func.grad` or `vmap`
     the copy is what the parameter would be: a tensor from outside. Raises UnsupportedModel if eager code wrote to an
     earlier copy.
     """
-    with compat.outside_transforms():
-        if torch.is_grad_enabled() and slot.param.requires_grad:
-            copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
-        else:
-            with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
-                copy = GATHER(slot.handles[0], size, stride, slot.key)
-        executor.eager_reads.note(slot, copy)
-    return copy
+    copies: list[torch.Tensor] = []
+    for slot in slots:
+        size, stride = list(slot.shape), list(slot.stride)
+        with compat.outside_transforms():
+            if torch.is_grad_enabled() and slot.param.requires_grad:
+                copy = GATHER(*Gate([slot]).handles(), size, stride, slot.key)
+            else:
+                with torch.inference_mode(False), torch.no_grad():  # a tensor of inference mode does not count writes
+                    copy = GATHER(slot.handles[0], size, stride, slot.key)
+            executor.eager_reads.note(slot, copy)
+        copies.append(copy)
+    return copies[0] if as_entry is None else as_entry(*copies)
 
 
 def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, object]:
@@ -405,16 +578,16 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         """Register `param` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
         if is_swapped(module):
-            slot = module.__dict__[_SLOTS].get(name)
-            if slot is None or not module.__dict__[_MODEL].executor.sites.may_take(slot, param):
+            entry = module.__dict__[_ENTRIES].get(name)
+            if not module.__dict__[_MODEL].executor.sites.may_replace(entry, param):
                 _give_back(module)
         base.register_parameter(module, name, param)
 
     def register_buffer(module: nn.Module, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """Register `tensor` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
         if is_swapped(module):
-            slot = module.__dict__[_SLOTS].get(name)
-            if slot is not None and not module.__dict__[_MODEL].executor.sites.may_take(slot, tensor):
+            entry = module.__dict__[_ENTRIES].get(name)
+            if entry is not None and not module.__dict__[_MODEL].executor.sites.may_replace(entry, tensor):
                 _give_back(module)
         base.register_buffer(module, name, tensor, persistent)
 
@@ -425,8 +598,8 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
         The shard has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
         """
         kept: dict[str, Any] = {}
-        slots: dict[str, Slot] = module.__dict__.get(_SLOTS, {})
-        for name, slot in slots.items():
+        entries: dict[str, Entry] = module.__dict__.get(_ENTRIES, {})
+        for name, slot in ((name, entry.slots[0]) for name, entry in entries.items()):
             is_own = slot.is_dtensor and module._parameters.get(name) is slot.param
             if is_own and fn(slot.own.new_empty(0)).dtype == slot.param.dtype:
                 kept[name], module._parameters[name] = slot.param, None
@@ -436,12 +609,12 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
             module._parameters.update(kept)
 
     def delete(module: nn.Module, name: str) -> None:
-        if is_swapped(module) and name in module.__dict__[_SLOTS]:
+        if is_swapped(module) and name in module.__dict__[_ENTRIES]:
             _give_back(module)
         base.__delattr__(module, name)
 
     def reduce_ex(module: nn.Module, protocol: int):
-        own = (_MODEL, _SLOTS)
+        own = (_MODEL, _ENTRIES)
         state = {k: v for k, v in module.__dict__.items() if not k.startswith(_HANDLE) and k not in own}
         # Not `copyreg.__newobj__`: pickle requires that its class is the class of the object.
         return copyreg._reconstructor, (base, object, None), state  # pyright: ignore[reportAttributeAccessIssue]  (stubs)

@@ -335,6 +335,19 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, DTensor)
 
 
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Return whether `tensor` is made of tensors inside of it, such as codes and scales, and is no DTensor."""
+    return compat.is_wrapper(tensor) and not is_dtensor(tensor)
+
+
+def parts_of(tensor: torch.Tensor, name: str = "") -> dict[str, torch.Tensor]:
+    """Return the tensors that plans and checkpoints know for the parameter or buffer `tensor`, called `name`: those of
+    which it is made, by names such as `weight.codes`, or itself by its own."""
+    if not is_wrapped(tensor):
+        return {name: tensor}
+    return {f"{name}.{path}" if name else path: part for path, part in compat.plain_inside(tensor).items()}
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is a sharded DTensor."""
     return isinstance(tensor, DTensor) and any(map(cuts, tensor.placements))

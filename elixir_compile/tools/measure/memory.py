@@ -155,7 +155,7 @@ def kinds_of(model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], devi
     found: dict[int, str] = {}
 
     def add(value: object, kind: str) -> None:
-        for own in compat.plain_inside(own_shard(value)) if isinstance(value, torch.Tensor) else ():
+        for own in compat.plain_inside(own_shard(value)).values() if isinstance(value, torch.Tensor) else ():
             if own.device == device and own.layout is torch.strided:
                 found[own.untyped_storage().data_ptr()] = kind
 

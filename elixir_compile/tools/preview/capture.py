@@ -22,7 +22,7 @@ from elixir_compile.graph.capture.node_facts import key_of, parameter, source_of
 from elixir_compile.graph.capture.tracing import trace_step
 from elixir_compile.graph.ops.optimizers import add_master, has_master
 from elixir_compile.graph.ops.registry import slot_of
-from elixir_compile.graph.ops.shards import DTensor
+from elixir_compile.graph.ops.shards import DTensor, parts_of
 from elixir_compile.ir import Kind, Param, StepGraph, StorageId
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.ir.hardware import Cluster
@@ -325,8 +325,9 @@ def capture_step(
     memory.resize_(0)
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor) and value.dim())
     batch = next((value.shape[0] for value in tensors), None) if dynamic else None
-    on_device = {id(param): param for param in model.parameters() if param.device == target}
-    held_bytes = sum(param.numel() * param.element_size() for param in on_device.values())
+    parts = (part for param in model.parameters() for part in parts_of(param).values())
+    on_device = {id(part): part for part in parts if part.device == target}
+    held_bytes = sum(part.numel() * part.element_size() for part in on_device.values())
     made = _capture(
         captured,
         managed.executor,
@@ -385,9 +386,10 @@ def _empty(value: Any, device: torch.device, made: dict[int, torch.Tensor], dyna
         return type(value)(_empty(item, device, made, dynamic) for item in value)
     if not isinstance(value, torch.Tensor):
         return value
-    if id(value) not in made and compat.is_wrapper(value):
-        like = compat.rewrapped(value, lambda inner: _empty(inner, device, made, dynamic=False))
-        made[id(value)] = like.requires_grad_(value.requires_grad)
+    wrapping = compat.Wrapping.of(value)
+    if id(value) not in made and wrapping is not None:
+        inside = (_empty(inner, device, made, dynamic=False) for inner in compat.plain_inside(value).values())
+        made[id(value)] = wrapping.around(inside).requires_grad_(value.requires_grad)
     if id(value) not in made:
         empty = compat.like_in_strides(value, value.stride(), device)
         if dynamic and empty.dim():

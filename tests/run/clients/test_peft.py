@@ -1,10 +1,13 @@
 """LoRA adapters of peft train bit for bit as in eager code, and the frozen model stays on the host."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.graph.capture.modules import executor_of
 from tests.run.clients.client_runs import (
     assert_equal,
     assert_moved,
@@ -15,6 +18,7 @@ from tests.run.clients.client_runs import (
     rows,
     weights,
 )
+from tests.run.frozen_checks import NF4, WIDTH, batches, nf4
 from tests.run.models import small_gpt2
 
 peft = pytest.importorskip("peft")
@@ -49,3 +53,46 @@ def test_lora_adapters_train_as_in_eager_code() -> None:
         assert bucket.trainable == frozen.isdisjoint(bucket.params)
         assert bucket.trainable == (bucket.state_nbytes > 0)
     assert {bucket.trainable for bucket in made.plan.buckets} == {True, False}
+
+
+def coded() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)]
+    for layer in layers:
+        layer.weight = nn.Parameter(nf4(), requires_grad=False)
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_adapters_beside_weights_in_4_bits_train_and_are_switched(use_dora: bool) -> None:
+    def run(compile_it: Any) -> tuple[list[float], dict[str, torch.Tensor], nn.Module]:
+        config = peft.LoraConfig(r=4, target_modules=["0", "1", "2"], use_dora=use_dora, init_lora_weights=False)
+        model = peft.get_peft_model(coded(), config, adapter_name="first")
+        model.add_adapter("second", config)
+        torch._dynamo.reset()
+        called, losses = compile_it(model), []
+        for name in ("first", "second", "first"):
+            model.set_adapter(name)
+            optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
+            for batch in batches(2):
+                loss = called(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        saved = {f"{name} {key}": value for name in ("first", "second") for key, value in adapter(model, name).items()}
+        return losses, {key: value.clone() for key, value in saved.items()}, model
+
+    def adapter(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
+        return peft.get_peft_model_state_dict(model, adapter_name=name)
+
+    expected, expected_adapters, _ = run(lambda model: torch.compile(model, backend="aot_eager"))
+    got, got_adapters, model = run(lambda model: compiled(model, planner="zero3_offload"))
+    assert got == expected
+    assert_equal(expected_adapters, got_adapters)
+    assert executor_of(model).ledger.counts["gather"] > 0
+    base = model.unload()
+    assert all(type(layer.weight) is NF4 for layer in base)
+    (batch,) = batches(1)
+    assert torch.equal(base(batch), coded()(batch))

@@ -1,5 +1,6 @@
 """Frozen weights in few bits: planned like other parameters, and what is made of them is made again in the backward."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
+from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.ops.shards import parts_of
 from elixir_compile.ir import MIXED_DTYPE, Kind, Tier
 from elixir_compile.session.cast_and_shard import scales_of
 from tests.run import frozen_checks
@@ -16,23 +19,30 @@ from tests.run.frozen_checks import (
     CODE_BYTES,
     LARGE_WIDTH,
     LAYERS,
+    NF4,
     ROWS,
     WIDTH,
     Adapted,
     ByOp,
     Checkpointed,
+    CheckpointedNF4,
     Dropped,
     InBuffers,
     InHalves,
+    InNF4,
     Moving,
     Normed,
     Trained,
     batches,
+    nf4,
     squares,
     stack,
 )
 from tests.run.processes import in_turn, spawn
-from tests.run.training import Run, by_elixir, by_elixir_unprepared, by_torch
+from tests.run.training import Run, by_elixir, by_elixir_unprepared, by_torch, least_bytes
+
+AS_TENSORS_AND_INSIDE = [InNF4, pytest.param(Adapted, marks=pytest.mark.slow)]
+"""Codes and scales inside of a tensor of a class of its own, and as parameters of a module."""
 
 
 def trained(found: Run, width: int = WIDTH) -> Run:
@@ -61,7 +71,7 @@ def saved_bytes(run: Run) -> int:
 
 @pytest.mark.parametrize(
     "kind",
-    [InHalves, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Adapted, ByOp, Normed, Checkpointed))],
+    [InNF4, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Adapted, ByOp, InHalves, Normed, Checkpointed))],
 )
 def test_a_matrix_made_of_codes_is_made_again_instead_of_saved(kind: type[nn.Module]) -> None:
     _, run = compare(kind, device_memory="64MiB")
@@ -69,13 +79,17 @@ def test_a_matrix_made_of_codes_is_made_again_instead_of_saved(kind: type[nn.Mod
     assert saved_bytes(run) <= 4 * ROWS * WIDTH or kind is Normed
 
 
-def test_codes_on_the_host_are_copied_in_twice_a_step_and_never_back() -> None:
-    plan, run = compare(Adapted, planner="zero3_offload")
+@pytest.mark.parametrize("kind", AS_TENSORS_AND_INSIDE)
+def test_codes_on_the_host_are_copied_in_twice_a_step_and_never_back(kind: type[nn.Module]) -> None:
+    plan, run = compare(kind, planner="zero3_offload")
     frozen = [bucket for bucket in plan.buckets if not bucket.trainable]
     homes = {placement.bucket: placement.param for placement in plan.placements}
     assert all(homes[bucket.id] is Tier.HOST for bucket in frozen)
     assert any(bucket.dtype == MIXED_DTYPE for bucket in frozen)  # codes and scales of a layer
-    assert sum(bucket.nbytes for bucket in frozen) == LAYERS * (CODE_BYTES + 4 * WIDTH)
+    own = (param for param in run.model.parameters() if not param.requires_grad)
+    assert sum(bucket.nbytes for bucket in frozen) == sum(
+        part.nbytes for param in own for part in parts_of(param).values()
+    )
     (batch,) = batches(1)
     record = elixir.measure_step(lambda: squares(run.compiled, run.optimizer, batch))
     names = {bucket.id for bucket in frozen}
@@ -87,10 +101,11 @@ def test_codes_on_the_host_are_copied_in_twice_a_step_and_never_back() -> None:
     assert record.device_peak_bytes <= plan.prediction.device_peak_bytes * 1.01
 
 
-def test_an_unprepared_model_trains_in_fewer_bytes() -> None:
-    keep = compare(Adapted, device_memory="64MiB")[0].prediction.device_peak_bytes
-    wanted = trained(by_torch(stack(Adapted), backend="aot_eager")).losses
-    run = trained(by_elixir_unprepared(stack(Adapted), plan_cache=False, device_memory=keep * 8 // 10))
+@pytest.mark.parametrize("kind", AS_TENSORS_AND_INSIDE)
+def test_an_unprepared_model_trains_in_fewer_bytes(kind: type[nn.Module]) -> None:
+    keep = compare(kind, device_memory="64MiB")[0].prediction.device_peak_bytes
+    wanted = trained(by_torch(stack(kind), backend="aot_eager")).losses
+    run = trained(by_elixir_unprepared(stack(kind), plan_cache=False, device_memory=keep * 8 // 10))
     assert all(map(torch.equal, run.losses, wanted))
     (batch,) = batches(1)
     record = elixir.measure_step(lambda: squares(run.compiled, run.optimizer, batch))
@@ -112,6 +127,51 @@ def test_a_code_changed_between_steps_is_the_code_of_the_next_step() -> None:
             dict(run.model.named_parameters())["0.codes"].neg_()
         trained(run)
     assert all(map(torch.equal, found.losses, wanted.losses))
+
+
+def test_a_tensor_made_of_codes_stays_what_it_is_for_its_user(tmp_path: Path) -> None:
+    wanted, found = by_torch(stack(InNF4)), by_elixir(stack(InNF4), planner="zero3_offload")
+    for run in (wanted, found):
+        trained(run)
+        assert type(run.model.get_submodule("0.base").weight) is type(run.model.state_dict()["0.base.weight"]) is NF4
+        torch.manual_seed(3)
+        first, second, third = (run.model.get_submodule(f"{place}.base") for place in range(3))
+        first.load_state_dict({"weight": nf4()})
+        second.weight = nn.Parameter(nf4(), requires_grad=False)
+        with torch.no_grad():
+            third.weight.codes.bitwise_xor_(255)
+        trained(run)
+    assert all(map(torch.equal, found.losses, wanted.losses))
+    assert all(bucket.is_on_host for bucket in executor_of(found.model).buckets)
+    copied = copy.deepcopy(found.model)
+    elixir.save(tmp_path / "run", found.model)
+    trained(found)
+    loaded = by_elixir(stack(InNF4), planner="zero3_offload")
+    elixir.load(tmp_path / "run", loaded.model)
+    for model in (copied, loaded.model):
+        (batch,) = batches(1)
+        assert torch.equal(model(batch), wanted.model(batch))
+    weight = found.model.get_submodule("3.base").weight.requires_grad_()
+    with pytest.raises(elixir.UnsupportedModel, match=r"3\.base\.weight\.codes .* stays on the device"):
+        trained(found)
+    weight.requires_grad_(False)
+    trained(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [InNF4, CheckpointedNF4])
+@pytest.mark.parametrize("start", [by_elixir, by_elixir_unprepared])
+def test_tensors_made_of_codes_train_under_every_budget(start: Callable[..., Run], kind: type[nn.Module]) -> None:
+    wanted = trained(by_torch(stack(kind), backend="aot_eager")).losses
+    (batch,) = batches(1)
+    least = least_bytes(stack(kind), batch, plan_cache=False)
+    keep = compare(kind, device_memory="64MiB")[0].prediction.device_peak_bytes
+    for budget_bytes in range(least, keep, (keep - least) // 3):
+        found = trained(start(stack(kind), plan_cache=False, replan=False, device_memory=budget_bytes))
+        assert all(map(torch.equal, found.losses, wanted))
+        record = elixir.measure_step(lambda found=found: squares(found.compiled, found.optimizer, batch))
+        assert record.device_peak_bytes <= budget_bytes * 1.01
+        del found
 
 
 def test_param_dtype_rounds_no_scale_of_codes() -> None:
@@ -168,12 +228,16 @@ def test_a_large_buffer_that_the_forward_writes_stays_on_the_device() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_share_codes_as_other_parameters(num_ranks: int, tmp_path: Path) -> None:
-    checks = [["losses_and_codes"]]
+    checks = [["losses_and_codes"], ["losses_beside_nf4"]]
     of_ranks = spawn(in_turn, num_ranks, frozen_checks.__name__, checks, folder=tmp_path, limit_s=240.0)
     losses, nbytes, _ = frozen_checks.losses_and_codes(0, 1)
     most_rows = -(-LARGE_WIDTH // num_ranks)
     assert nbytes == []  # on one rank codes and scales share buckets of bytes
-    for ((found, shards, back),) in of_ranks:
+    beside_nf4, _ = frozen_checks.losses_beside_nf4(0, 1)
+    for (found, shards, back), (found_beside, reasons) in of_ranks:
+        assert found_beside == (beside_nf4 if num_ranks == 2 else pytest.approx(beside_nf4, rel=1e-5))
+        (reason,) = reasons
+        assert "several ranks share the model" in reason
         assert found == (losses if num_ranks == 2 else pytest.approx(losses, rel=1e-5))  # (g + g + g) / 3 rounds
         assert sum(shards) // (LAYERS * LARGE_WIDTH) in (most_rows, LARGE_WIDTH - (num_ranks - 1) * most_rows)
         assert back == []
