@@ -3,8 +3,8 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from elixir_compile.base.former_names import know_former_names
 from elixir_compile.base.version import __version__ as __version__
+from elixir_compile.base.version import know_former_names
 
 if TYPE_CHECKING:
     from elixir_compile.checkpoint.loading import Checkpoint as Checkpoint
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     from elixir_compile.session.model import Compilation as Compilation
     from elixir_compile.session.plan_files import load_plan as load_plan
     from elixir_compile.session.plan_files import save_plan as save_plan
+    from elixir_compile.session.prepare import ShareSampler as ShareSampler
     from elixir_compile.session.prepare import compilations as compilations
     from elixir_compile.session.prepare import mean_loss as mean_loss
     from elixir_compile.session.prepare import prepare as prepare
     from elixir_compile.session.prepare import suggested_shares as suggested_shares
     from elixir_compile.session.prepare import weigh as weigh
-    from elixir_compile.session.sampler import ShareSampler as ShareSampler
     from elixir_compile.tools.observe import Study as Study
     from elixir_compile.tools.observe import observe as observe
     from elixir_compile.tools.observed import StepSummary as StepSummary
@@ -50,7 +50,7 @@ _HOME: dict[str, str] = {
     "Record": "ir",
     "SaveHandle": "checkpoint.saving",
     "Share": "ir.share",
-    "ShareSampler": "session.sampler",
+    "ShareSampler": "session.prepare",
     "Shares": "ir.share",
     "StepSummary": "tools.observed",
     "Study": "tools.observe",

@@ -54,8 +54,7 @@ from elixir_compile.session.graph_planner import ActivePlan
 from elixir_compile.session.machine import RegionProfile
 from elixir_compile.session.plan_files import disk_of, load_plan
 from elixir_compile.session.planned_graph import PlannedGraph
-from elixir_compile.session.stages import StagesOfRank
-from elixir_compile.session.together import Together
+from elixir_compile.session.together import StagesOfRank, Together
 from elixir_compile.step import MemoryTimeline, plan_timeline
 from elixir_compile.step.stages import Run
 

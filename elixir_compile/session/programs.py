@@ -22,8 +22,7 @@ from elixir_compile.ir import GroupRef, Kind, Phase, Plan, RegionRef, Saving, St
 from elixir_compile.ir.plan import next_is_lean
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.runtime.executor import Executor
-from elixir_compile.runtime.lowering import PlacedRegion, RegionCompiler
-from elixir_compile.runtime.micro_batches import DividedRegion
+from elixir_compile.runtime.lowering import DividedRegion, PlacedRegion, RegionCompiler
 from elixir_compile.runtime.saved import is_lean, mark_lean, number_of
 from elixir_compile.session.step_profiler import Progress
 from elixir_compile.step.as_run import as_run, given_bytes

@@ -35,7 +35,7 @@ from elixir_compile.ir.schedule import what_of
 from elixir_compile.runtime import lanes as accelerator
 from elixir_compile.runtime import recording, updates
 from elixir_compile.runtime.lanes import Accelerator, StreamLane
-from elixir_compile.runtime.micro_batches import DividedRegion
+from elixir_compile.runtime.lowering import DividedRegion
 from elixir_compile.runtime.recording import Ledger
 from elixir_compile.step.prices import Prices
 from elixir_compile.step.seconds import player_of

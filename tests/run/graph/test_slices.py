@@ -16,7 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import IllegalSchedule, InvalidOption
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Lane, Plan, Saving, fingerprint
-from elixir_compile.runtime import micro_batches as runtime
+from elixir_compile.runtime import lowering as runtime
 from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.step import verify
