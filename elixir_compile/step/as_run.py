@@ -89,7 +89,7 @@ def fused(graph: StepGraph, *, is_divided: bool = False, like: Mapping[OpId, Op]
         elif known is not None and known.reads == reads and known.writes == writes:
             ops.append(known)
         else:
-            ops.append(reading(op, reads, sum(nbytes[name] for name in (*reads, *writes))))
+            ops.append(op.touching(reads, writes, sum(nbytes[name] for name in (*reads, *writes))))
     storages = tuple(storage for storage in graph.storages if storage.id not in absorbed)
     aliases = tuple(alias for alias in graph.aliases if alias[1] not in absorbed)
     return replace(graph, ops=tuple(ops), storages=storages, aliases=aliases)
@@ -152,27 +152,6 @@ def _written_for_reuse(graph: StepGraph, absorbed: AbstractSet[StorageId]) -> se
         else:
             leaves[made] = read
     return written
-
-
-def reading(op: Op, reads: tuple[StorageId, ...], moved_bytes: int | None = None) -> Op:
-    """Return `op`, an op that runs once in a step, with other `reads` and, if it is given, other `moved_bytes`."""
-    return Op(
-        id=op.id,
-        target=op.target,
-        phase=op.phase,
-        reads=reads,
-        writes=op.writes,
-        flops=op.flops,
-        moved_bytes=op.moved_bytes if moved_bytes is None else moved_bytes,
-        module=op.module,
-        source=op.source,
-        flops_size=op.flops_size,
-        kernel=op.kernel,
-        once=op.once,
-        mixes=op.mixes,
-        ring=op.ring,
-        launches=op.launches,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -469,7 +448,8 @@ def _with_repeats(graph: StepGraph, dropped: _Names, extra: _Names) -> StepGraph
             again[op.id][0] = replace(repeat, writes=(*tangents, *repeat.writes))
             op = replace(op, writes=op.writes[len(tangents) :])
         ops += again.get(op.id, ())
-        ops.append(reading(op, _named(op.reads, {name: renamed[name] for name in op.reads if name in dropped})))
+        read_again = {name: renamed[name] for name in op.reads if name in dropped}
+        ops.append(op.touching(_named(op.reads, read_again), op.writes))
     ops += graph.ops[done:]
     kinds = {**dict.fromkeys(dropped, Kind.TEMP), **dict.fromkeys(extra, Kind.SAVED)}
     kept = (replace(own, kind=kinds[own.id]) if own.id in kinds else own for own in graph.storages)
@@ -488,23 +468,8 @@ def _ops_by_id(graph: StepGraph) -> Mapping[OpId, Op]:
 def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[[Op], Sequence[StorageId]]) -> Op:
     # Available storages are read directly, even if their op is repeated later for another of its results.
     read_again = {name: renamed[name] for name in missing(op)}
-    # Not `replace`, which takes three times as long: a search repeats 10,000 ops.
-    return Op(
-        id=repeated_op(op.id),
-        target=op.target,
-        phase=Phase.BACKWARD,
-        reads=_named(op.reads, read_again),
-        writes=_named(op.writes, renamed),
-        flops=op.flops,
-        moved_bytes=op.moved_bytes,
-        module=op.module,
-        source=op.source,
-        flops_size=op.flops_size,
-        kernel=op.kernel,
-        once=op.once,
-        mixes=op.mixes,
-        ring=op.ring,
-        launches=op.launches,
+    return op.touching(
+        _named(op.reads, read_again), _named(op.writes, renamed), id=repeated_op(op.id), phase=Phase.BACKWARD
     )
 
 
