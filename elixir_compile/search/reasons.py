@@ -150,8 +150,8 @@ def binding(milp: Milp, x: Vector) -> tuple[str, ...]:
 
 
 def _whole_updates_s(milp: Milp, x: Vector) -> tuple[float, float]:
-    """Return the seconds of the matrix products, and those of the memory, of the updates of whole tensors that the
-    device does at x."""
+    """Return the seconds of matrix products, and the seconds of memory traffic, of the updates of whole tensors that
+    run on the device at x."""
     facts, products_s, moved_s = milp.evaluator.facts, 0.0, 0.0
     for i, bucket in enumerate(facts.buckets):
         if bucket.own_update is not None:

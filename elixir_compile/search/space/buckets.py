@@ -307,7 +307,7 @@ def _split(
 
 
 def _owned_numels(params: Iterable[_Used]) -> list[int]:
-    """Return by rank the elements of those of `params` that it owns whole; empty if no rank owns any so."""
+    """Return for each rank the elements of the parameters that it owns whole; empty if no parameter has one owner."""
     parts = [param.facts.shard_numels for param in params if param.facts.is_uneven]
     return [sum(each) for each in zip(*(own for own in parts if max(own) == sum(own)), strict=True)]
 

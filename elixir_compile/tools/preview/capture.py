@@ -144,8 +144,8 @@ Inputs = Sequence[Any] | Mapping[str, Any]
 class PlannedClass:
     """The state that the optimizer class `cls` will keep, before there is an optimizer of the user.
 
-    Dry runs find it, see `optim.generic`. Parameters that the constructor refuses, as that of Muon those that are no
-    matrices, and all of AdamW, are those of HybridAdamW.
+    Dry runs find it, see `optim.generic`. AdamW keeps the state of HybridAdamW. So does a parameter that the
+    constructor refuses: Muon takes matrices alone.
     """
 
     def __init__(self, cls: type[Optimizer]) -> None:
@@ -155,7 +155,10 @@ class PlannedClass:
 
     @classmethod
     def of_name(cls, name: str) -> "PlannedClass":
-        """Return that of a class of torch, as `muon`, or of `module.Class`. Raises InvalidOption if there is none."""
+        """Return the class called `name`: a class of `torch.optim`, such as `muon`, or the dotted name of another.
+
+        Raises InvalidOption if there is none.
+        """
         known = {own.lower(): found for own, found in vars(torch.optim).items() if isinstance(found, type)}
         module, _, own = name.rpartition(".")
         try:
