@@ -65,9 +65,18 @@ class BackwardPass:
         """Return how the backward uses the gradient of the slot's parameter."""
         if self.asks_for_all:
             return compat.Asked.TO_ACCUMULATE
-        if slot.key not in self.asked:
-            self.asked[slot.key] = _asked_for(slot)
-        return self.asked[slot.key]
+        found = self.asked.get(slot.key)
+        if found is None:
+            with torch.DisableTorchFunctionSubclass():
+                found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
+            if found is compat.Asked.NOT:
+                # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a
+                # backward for every leaf.
+                leaves = (handle for handle in slot.handles if handle.requires_grad)
+                if any(compat.asked_for(leaf) is compat.Asked.TO_ACCUMULATE for leaf in leaves):
+                    found = compat.Asked.TO_ACCUMULATE
+            self.asked[slot.key] = found
+        return found
 
     def asks_for_any(self, slots: Iterable[Slot]) -> bool:
         """Return whether the backward asks for the gradient of any of `slots`."""
@@ -117,19 +126,6 @@ def refuse_hooks(model: str, slots: Iterable[Slot], step: Calls) -> None:
 
 def _no_hook(param: torch.Tensor) -> None:
     """Stand in for a hook after accumulation."""
-
-
-def _asked_for(slot: Slot) -> compat.Asked:
-    """Return how the running backward, which asks for chosen tensors, uses the slot's gradient."""
-    with torch.DisableTorchFunctionSubclass():
-        found = compat.asked_for(slot.param) if slot.param.requires_grad else compat.Asked.NOT
-    if found is compat.Asked.NOT and any(handle.requires_grad for handle in slot.handles):
-        # Code without a gate reads the handle itself. Autograd runs the handle's accumulate node only in a backward for
-        # every leaf.
-        leaves = (handle for handle in slot.handles if handle.requires_grad)
-        if any(compat.asked_for(leaf) is compat.Asked.TO_ACCUMULATE for leaf in leaves):
-            return compat.Asked.TO_ACCUMULATE
-    return found
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -359,10 +359,6 @@ def question_from_bytes(content: bytes) -> Question:
     Raises QuestionFileError if it is not gzipped JSON of at most `MOST_UNPACKED_BYTES`, and with the wrong field if the
     JSON is not a question.
     """
-    return from_json(_FORM, Question, _unpacked(content))
-
-
-def _unpacked(content: bytes) -> str:
     unpacker = zlib.decompressobj(_GZIP)
     try:
         text = unpacker.decompress(content, MOST_UNPACKED_BYTES)
@@ -374,6 +370,7 @@ def _unpacked(content: bytes) -> str:
         got = f"{len(unpacker.unused_data)} bytes behind its end" if unpacker.eof else "a part of it"
         raise QuestionFileError("the whole file", "a whole gzip file and nothing else", got)
     try:
-        return text.decode()
+        json_text = text.decode()
     except UnicodeDecodeError as error:
         raise QuestionFileError("the whole file", "text in UTF-8", f"byte {error.start} that is no UTF-8") from error
+    return from_json(_FORM, Question, json_text)

@@ -344,14 +344,17 @@ def agreed_facts(
 def _taken_over(
     control: ControlChannel, graph: StepGraph, planned: str, ops: Sequence[str], ops_digests: Sequence[str]
 ) -> Plan:
-    """Return the plan in the JSON `planned`, converted to `graph`, once every rank has converted it to its own graph.
+    """Return the plan in the JSON `planned`, converted to `graph`, whose sizes may differ from the leader's, once every
+    rank has converted it to its own graph.
 
     `ops` are the lines of ops of this rank, `ops_digests` the digests of all. Raises RanksDiffer if a rank cannot.
     """
 
     def own_plan() -> Plan | InvalidPlan:
         try:
-            return _as_own(graph, planned)
+            found = resized(graph, replace(plan_from_json(planned), graph=fingerprint(graph)))
+            verify(graph, found)
+            return found
         except InvalidPlan as fault:
             if len(set(ops_digests)) == 1:
                 raise
@@ -425,13 +428,6 @@ def any_of_all(executor: Executor, is_so: bool, what: str) -> bool:
     if executor.peers is None:
         return is_so
     return "yes" in executor.peers.control.exchange("yes" if is_so else "no", what)
-
-
-def _as_own(graph: StepGraph, text: str) -> Plan:
-    """Return the plan in `text` for `graph`, the graph of this rank, whose sizes may differ from the leader's."""
-    plan = resized(graph, replace(plan_from_json(text), graph=fingerprint(graph)))
-    verify(graph, plan)
-    return plan
 
 
 def run_on_all_ranks(
@@ -534,7 +530,10 @@ def planned_in_step(
     uses = _uses_of_all(control, executor, captured)
 
     def ask() -> tuple[Captured, Problem]:
-        joint = _joined(executor, captured, uses)
+        """Return the capture with the parameters of all ranks, and its problem."""
+        read, trained = ({name for use in uses for name in use[kind]} for kind in ("reads", "trains"))
+        both = ([slot for slot in executor.slots.values() if slot.name in names] for names in (read, trained))
+        joint = with_absent(captured, *both)
         external = ExternalUsage(outstanding_bytes=executor.saved.held_bytes())
         return joint, problem_of(joint, graph_of(joint, executor, sizes), executor, options, external)
 
@@ -573,15 +572,6 @@ def _uses_of_all(control: ControlChannel, executor: Executor, captured: Captured
     return [{name: use[name] for name in ("reads", "trains")} for use in said]
 
 
-def _joined(executor: Executor, captured: Captured, uses: Sequence[Mapping[str, list[str]]]) -> Captured:
-    """Return `captured` with the parameters of all ranks."""
-    read, trained = ({name for use in uses for name in use[kind]} for kind in ("reads", "trains"))
-    slots = executor.slots.values()
-    return with_absent(
-        captured, [slot for slot in slots if slot.name in read], [slot for slot in slots if slot.name in trained]
-    )
-
-
 def _buckets_of_all(control: ControlChannel, problem: Problem, leader: int) -> tuple[Bucket, ...]:
     """Return the buckets of the leader: each rank may use the parameters in another order."""
 
@@ -609,24 +599,18 @@ def _fitting(control: ControlChannel, problem: Problem, buckets: Sequence[Bucket
     tried = zip(found, zip(*said, strict=True), strict=True)
     fitting = [made for made, all_fit in tried if isinstance(made, Plan) and "-" not in all_fit]
     if not fitting:
-        raise _most_short(control, found[-1])
-    _, digests = run_on_all_ranks(control, "plans in step", lambda: fitting[0], _digest)
+        # The error is that of the rank which lacks the most memory under the last placements.
+        own = found[-1].args if isinstance(found[-1], NoFeasiblePlan) else None
+        texts = control.exchange(json.dumps(own, default=int), "room of ranks")
+        raise _shortest(NoFeasiblePlan(*facts) for facts in map(json.loads, texts) if facts is not None)
+
+    def digest(plan: Plan) -> str:
+        """Regions, and perhaps homes, differ between ranks."""
+        return digest_of([*map(repr, plan.buckets), *map(str, collectives_of(plan))])
+
+    _, digests = run_on_all_ranks(control, "plans in step", lambda: fitting[0], digest)
     _refuse_odd(control, digests, "would move other buckets than were planned")
     return fitting[0]
-
-
-def _most_short(control: ControlChannel, made: Plan | NoFeasiblePlan) -> NoFeasiblePlan:
-    """Return the error of the rank that is the most short of memory; `made` is the result of this rank for the last
-    placements."""
-    own = made.args if isinstance(made, NoFeasiblePlan) else None
-    said = [json.loads(text) for text in control.exchange(json.dumps(own, default=int), "room of ranks")]
-    return _shortest(NoFeasiblePlan(*facts) for facts in said if facts is not None)
-
-
-def _digest(plan: Plan) -> str:
-    """Return the digest of buckets and collectives of `plan`: its regions, and perhaps its homes, differ between
-    ranks."""
-    return digest_of([*map(repr, plan.buckets), *map(str, collectives_of(plan))])
 
 
 def _because(control: ControlChannel, uses: Sequence[Mapping[str, list[str]]], facts: Sequence[RankFacts]) -> str:

@@ -188,7 +188,11 @@ def cast(model: nn.Module, name: ParamDtype) -> None:
             param.data = param.data.to(dtype)
             add_master(param, None)
         else:
-            _cast(param, dtype)
+            grad, (high, rest) = param.grad, narrowed(param.detach(), dtype, keeps_rest=param.requires_grad)
+            param.grad = None
+            param.data = high
+            param.grad = None if grad is None else grad.to(dtype)
+            add_master(param, rest)
 
 
 def check_masters(slots: Iterable[Slot], modules: Iterable[nn.Module], name: ParamDtype) -> None:
@@ -210,15 +214,6 @@ def check_reduces(plan: Plan, slots: Mapping[str, Slot], ranks: Ranks) -> None:
             planned = param.dtype if bucket.reduce_dtype is None else getattr(torch, bucket.reduce_dtype)
             if planned != here:
                 raise PlanMismatch("reduce dtype", *(str(dtype).removeprefix("torch.") for dtype in (planned, here)))
-
-
-def _cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    grad = param.grad
-    high, rest = narrowed(param.detach(), dtype, keeps_rest=param.requires_grad)
-    param.grad = None
-    param.data = high
-    param.grad = None if grad is None else grad.to(dtype)
-    add_master(param, rest)
 
 
 def narrowed(master: torch.Tensor, dtype: torch.dtype, *, keeps_rest: bool) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -84,6 +84,11 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
     Its `lines` must be equal on all ranks, and its lines of `ops` need not.
     """
     device, graph = problem.cluster.device, problem.graph
+    share = _share_text(problem.shares[place]) if problem.shares else ""
+    params = sorted((name, param.shard_numels) for name, param in problem.params.items() if param.is_uneven)
+    whole = [(name, numels) for name, numels in params if max(numels) == sum(numels)]
+    if whole:
+        share += f" with {digest_of(name for name, numels in whole if numels[place])}"
     states = (f"{storage.id} {storage.batched}" for storage in graph.storages if storage.kind is not Kind.PARAM)
     mixing = (f"{op.id} mixes" for op in graph.ops if op.mixes)
     return RankFacts(
@@ -96,7 +101,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         device=device.name,
         flops_per_s=max(device.flops_per_s.values(), default=0.0),
         homes_digest=digest_of(homes_of(problem)),
-        share=_owned_text(problem, place),
+        share=share,
         budget_bytes=problem.budget_bytes,
         host_budget_bytes=problem.host_budget_bytes,
         base_bytes=problem.base_bytes,
@@ -104,16 +109,6 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
         between_bytes=problem.between_bytes,
         after_bytes=problem.after_bytes,
     )
-
-
-def _owned_text(problem: Problem, place: int) -> str:
-    """Return the share of the rank at `place`, with a digest of the parameters that it alone owns."""
-    text = _share_text(problem.shares[place]) if problem.shares else ""
-    params = sorted((name, param.shard_numels) for name, param in problem.params.items() if param.is_uneven)
-    whole = [(name, numels) for name, numels in params if max(numels) == sum(numels)]
-    if not whole:
-        return text
-    return f"{text} with {digest_of(name for name, numels in whole if numels[place])}"
 
 
 def _share_text(share: Share) -> str:

@@ -529,10 +529,24 @@ class _LapWriter:
 
     def _place(self, storage: Storage) -> None:
         if storage.id in self.slices.leaving and self.ops[0].phase is Phase.FORWARD:
-            self._place_leaving(storage)
+            # The slice made in this lap is on its way to the host while the next is made.
+            name, part = leaving_name(storage.id), self.cut.slice_of(storage)
+            maker = next(i for i, op in enumerate(self.ops) if storage.id in op.writes)
+            self._rename(storage.id, name)
+            self.storages[name] = replace(part, id=name, kind=Kind.TEMP)
+            self.filled_bytes += 2 * storage.nbytes
+            self.writes[0].append(name)
+            self._read_until_end(name)
+            self._add(part, PART, maker)
             return
         if storage.id in self.slices.arriving and self.ops[0].phase is Phase.BACKWARD:
-            self._place_arriving(storage)
+            # The lap reads one slice while the next arrives.
+            here, coming = arrived_name(storage.id), next_name(storage.id)
+            self._rename(storage.id, here)
+            for name in (here, coming):
+                self.storages[name] = replace(self.cut.slice_of(storage), id=name, kind=Kind.TEMP)
+            self.writes[0].append(coming)
+            self._read_until_end(coming)
             return
         made, first, last = self.touched[storage.id]
         end = self.start + len(self.ops)
@@ -568,26 +582,6 @@ class _LapWriter:
         self.filled_bytes += 2 * storage.nbytes
         self.writes[0].append(storage.id)
         self._add(part, PART, maker)
-
-    def _place_leaving(self, storage: Storage) -> None:
-        """Place the slice of `storage`, made in this lap, that is on its way to the host while the next is made."""
-        name, part = leaving_name(storage.id), self.cut.slice_of(storage)
-        maker = next(i for i, op in enumerate(self.ops) if storage.id in op.writes)
-        self._rename(storage.id, name)
-        self.storages[name] = replace(part, id=name, kind=Kind.TEMP)
-        self.filled_bytes += 2 * storage.nbytes
-        self.writes[0].append(name)
-        self._read_until_end(name)
-        self._add(part, PART, maker)
-
-    def _place_arriving(self, storage: Storage) -> None:
-        """Place the slice of `storage` that this lap reads, and the slice that arrives meanwhile."""
-        part = self.cut.slice_of(storage)
-        self._rename(storage.id, arrived_name(storage.id))
-        for name in (arrived_name(storage.id), next_name(storage.id)):
-            self.storages[name] = replace(part, id=name, kind=Kind.TEMP)
-        self.writes[0].append(next_name(storage.id))
-        self._read_until_end(next_name(storage.id))
 
     def _rename(self, name: StorageId, new: StorageId) -> None:
         """Let the ops of the lap read and write `new` instead of `name`."""

@@ -432,17 +432,15 @@ class Halves:
         """Return for each half the forwards that hold the most bytes beside it, and how many more bytes these are than
         with no other outstanding forward."""
         found: dict[Half, tuple[Beside, int]] = {}
+        calls = self.calls
         for half, beside in self._beside.items():
-            nbytes = self._nbytes(beside, own)
+            num_full, num_lean, num_done = beside.T
+            nbytes = own.full * num_full + own.lean * num_lean
+            nbytes += own.outputs * outputs_held(num_full + num_lean, num_done, calls.num - 1, calls)
+            nbytes += own.inputs * np.minimum(num_done, calls.input_grads - 1)
             at = int(nbytes.argmax())
             found[half] = Beside(*beside[at].tolist()), int(nbytes[at])
         return found
-
-    def _nbytes(self, beside: NDArray[np.int64], own: "BesideBytes") -> NDArray[np.int64]:
-        calls, (num_full, num_lean, num_done) = self.calls, beside.T
-        nbytes = own.full * num_full + own.lean * num_lean
-        nbytes += own.outputs * outputs_held(num_full + num_lean, num_done, calls.num - 1, calls)
-        return nbytes + own.inputs * np.minimum(num_done, calls.input_grads - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

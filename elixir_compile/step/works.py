@@ -440,7 +440,13 @@ class Walk:
         updates = self._works = []
         self._update_left(left)
         begin = self._works = []
-        self._begin()
+        self._at = 0
+        departing = [bucket for bucket in self._buckets.values() if bucket.is_departing]
+        if departing:
+            self._synchronize(self._d2h)
+        for bucket in departing:
+            self._touch(bucket.name, frees=(bucket.updated_by,))
+        self._touch("", do=Do.NEW_STEP)
         return [*updates, *begin, *body] if from_updates else [*begin, *body, *updates]
 
     def _look_ahead(self, actions: Sequence[tuple[Verb, Target]]) -> frozenset[int]:
@@ -504,15 +510,6 @@ class Walk:
             self._do(PROGRAM, Do.AWAIT, bucket.name, (bucket.done, bucket.returned))
 
     # The step.
-
-    def _begin(self) -> None:
-        self._at = 0
-        departing = [bucket for bucket in self._buckets.values() if bucket.is_departing]
-        if departing:
-            self._synchronize(self._d2h)
-        for bucket in departing:
-            self._touch(bucket.name, frees=(bucket.updated_by,))
-        self._touch("", do=Do.NEW_STEP)
 
     def _end_backward(self) -> None:
         self._synchronize(self._d2h)

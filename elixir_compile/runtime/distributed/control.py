@@ -223,10 +223,6 @@ class OwnThread:
         if self._thread is threading.current_thread():
             return work()
         done: Future[_Made] = Future()
-        self._started().put((work, done))
-        return done.result()
-
-    def _started(self) -> "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]":
         with self._lock:
             if self._jobs is None or self._process != os.getpid():
                 self._jobs, self._process = SimpleQueue(), os.getpid()
@@ -234,7 +230,9 @@ class OwnThread:
                 self._thread.start()
                 # Not at exit: other functions that run then may still exchange.
                 weakref.finalize(self, self._jobs.put, None).atexit = False
-            return self._jobs
+            jobs = self._jobs
+        jobs.put((work, done))
+        return done.result()
 
 
 def _run_all(jobs: "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]") -> None:
