@@ -28,10 +28,17 @@ def frozen_survivors(loaded_compilers: None) -> None:
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    """Forget what Dynamo compiled and the models of earlier tests, which a measured step would count."""
+def fresh_compiler(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget what Dynamo compiled and the models of earlier tests, which a measured step would count.
+
+    No collection in the test looks again at what is left, some 900 objects of each earlier test in the file: 97 tests
+    spent 7.2 s of 114 in collections that were asked for, and now 3.4 s. A measured step counts no frozen tensors, so a
+    file that measures steps of its own module's fixture says `MEASURES_ITS_FIXTURE`.
+    """
     torch._dynamo.reset()
     gc.collect()
+    if not hasattr(request.module, "MEASURES_ITS_FIXTURE"):
+        gc.freeze()
     torch.manual_seed(0)
     yield
     torch._dynamo.reset()

@@ -14,7 +14,7 @@ from elixir_compile.base.errors import ActivationsGone
 from elixir_compile.compat import MemoryView
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.graph.rewrite.regions import Layout
-from elixir_compile.runtime import micro_batches as runtime
+from elixir_compile.runtime import lowering as runtime
 from elixir_compile.runtime.lanes import lanes_for
 from elixir_compile.runtime.recording import ledger_for
 from elixir_compile.runtime.saved import InParts, SavedActivations, kept_part, viewed
@@ -30,6 +30,10 @@ def saved(model: torch.nn.Module) -> SavedActivations:
 
 
 Stepped = tuple[Rows, Any, dict[str, torch.Tensor]]
+
+
+MEASURES_ITS_FIXTURE = True
+"""The tensors of `stepped` count in a measured peak, so none is frozen (see `tests/run/conftest.py`)."""
 
 
 @pytest.fixture(scope="module")
