@@ -1,6 +1,7 @@
 """A file reads in one sitting, a function on one screen, and none keeps the traceback of an error."""
 
 import ast
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,15 @@ LISTS = {Path("elixir_compile/base/errors.py")}
 """Lists of small classes that share nothing."""
 MAX_FUNCTION_LINES = 60
 MAX_METHODS, MAX_ATTRIBUTES = 20, 15
-TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 REASON = re.compile(rf"more than ({MAX_METHODS}|{MAX_ATTRIBUTES}) (methods|attributes|fields)")
 """Begins the sentence in which a class says why it is larger."""
 VAGUE_NAMES = {"utils", "helpers", "common", "manager", "misc"}
+
+
+@functools.cache
+def trees() -> dict[Path, ast.Module]:
+    """Return the syntax tree of each source file: not at import, as every process of tests imports this file."""
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
 
 
 def test_files_are_short() -> None:
@@ -39,13 +45,13 @@ def limit_of(path: Path) -> int:
     """Return the most lines that the file may have."""
     if path.relative_to(ROOT) not in LISTS:
         return MAX_FILE_LINES
-    return MAX_LIST_LINES * sum(isinstance(node, ast.ClassDef) for node in TREES[path].body)
+    return MAX_LIST_LINES * sum(isinstance(node, ast.ClassDef) for node in trees()[path].body)
 
 
 def test_functions_are_short() -> None:
     lengths = {
         f"{path.relative_to(ROOT)}:{node.lineno} {node.name}": node.end_lineno - node.lineno + 1
-        for path, tree in TREES.items()
+        for path, tree in trees().items()
         for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno is not None
     }
@@ -54,7 +60,7 @@ def test_functions_are_short() -> None:
 
 def test_a_class_with_many_methods_or_attributes_says_why() -> None:
     silent: list[str] = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if not isinstance(node, ast.ClassDef) or REASON.search(ast.get_docstring(node) or ""):
                 continue
@@ -91,7 +97,9 @@ def test_no_file_is_named_utils_helpers_or_common() -> None:
 
 
 def test_every_module_says_what_it_does() -> None:
-    bare = [path for path in SOURCES if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(TREES[path])]
+    bare = [
+        path for path in SOURCES if path.read_text(encoding="utf-8").strip() and not ast.get_docstring(trees()[path])
+    ]
     assert [str(path.relative_to(ROOT)) for path in bare] == []
 
 
@@ -149,11 +157,7 @@ def _stored(node: ast.AST) -> ast.expr | None:
 
 
 def test_no_variable_keeps_a_traceback() -> None:
-    found = [
-        f"{path.relative_to(PACKAGE)}:{fault}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for fault in _faults(ast.parse(path.read_text()))
-    ]
+    found = [f"{path.relative_to(PACKAGE)}:{fault}" for path, tree in trees().items() for fault in _faults(tree)]
     assert [fault for fault in found if not fault.startswith(ACROSS_THREADS)] == []
 
 
