@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,7 @@ def turns_of(name: str, budget_bytes: int) -> list[GraphRequest]:
     ]
 
 
+@cache
 def least_bytes(name: str) -> int:
     with pytest.raises(NoFeasiblePlan) as caught:
         plan_jointly(turns_of(name, 1), greedy)
