@@ -1,10 +1,11 @@
 """What users do with ranks that own whole parameters, each beside the classes alone on the same gradients."""
 
+import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -18,14 +19,14 @@ from elixir_compile.graph.ops.shards import own_shard, owner_of
 from elixir_compile.optim.generic.dry_step import ClassStep
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.rule import ParamUpdate
-from tests.run.optim.tensor_wise_classes import Soap
+from tests.run.optim.tensor_wise_classes import Came, Lamb, Lars, Shampoo, Soap
 from tests.run.owners_checks import at_home
 from tests.run.ranks_training import compiled_with, full, mesh_of
 
 NUM_STEPS = 4
 SIZES = (97, 89)
 """Rows that neither 2 nor 3 ranks share out evenly."""
-CLASSES = {cls.__name__: cls for cls in (Muon, Adafactor, Soap)}
+CLASSES = {cls.__name__: cls for cls in (Muon, Adafactor, Soap, Shampoo, Came, Lars, Lamb)}
 
 
 class Tower(nn.Module):
@@ -237,6 +238,58 @@ def keeps_its_bits(
     assert own.scaler.get_scale() == other.scaler.get_scale()
     assert any(bucket.owned_updates for record in elixir.compilations(own.model) for bucket in record.plan.buckets)
     return [list(own_shard(param).shape) for param in own.params if owner_of(param) == rank]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Budgets, in percent of a step that keeps all on the device, and each time of the updates.
+
+
+PERCENTS = (60, 40, 25)
+UPDATES = ("after_backward", "across_steps", "in_backward")
+
+
+def under_budgets(rank: int, world_size: int, cls: str) -> dict[str, list[Any]]:
+    """Return by budget and update what `under_budget` does."""
+    most = torch.tensor(keep_all_bytes(world_size, CLASSES[cls]))
+    torch.distributed.all_reduce(most, torch.distributed.ReduceOp.MAX)
+    found: dict[str, list[Any]] = {}
+    for percent, update in product(PERCENTS, UPDATES):
+        gc.collect()  # a model that is alive takes a part of the budget
+        budget_bytes = int(most) * percent // 100
+        found[f"{percent} {update}"] = under_budget(rank, world_size, CLASSES[cls], budget_bytes, update)
+    return found
+
+
+OF_EIGHT = Habit(model=lambda: Tower(8))
+
+
+def keep_all_bytes(num_ranks: int, cls: type[Optimizer]) -> int:
+    """Return the bytes of a step of this rank without a budget, as planned."""
+    kept = owned_side(OF_EIGHT, cls, num_ranks)
+    backwards(kept, [torch.ones(4, SIZES[0])], OF_EIGHT)
+    (record,) = elixir.compilations(kept.model)
+    takes_step(kept, OF_EIGHT)
+    return record.plan.prediction.device_peak_bytes
+
+
+def under_budget(rank: int, num_ranks: int, cls: type[Optimizer], budget_bytes: int, update: str) -> list[Any]:
+    """Train under a budget, and beside it the class alone on the same gradients. Return whether all weights are equal
+    bit by bit, whether the plan fits, and the homes of its state; nothing if no plan fits."""
+    own = owned_side(OF_EIGHT, cls, num_ranks, device_memory=budget_bytes, update=update)
+    other, are_equal = single_side(OF_EIGHT, cls), True
+    try:
+        for each in steps(4 * num_ranks, OF_EIGHT):
+            backwards(own, [batch.chunk(num_ranks)[rank] for batch in each], OF_EIGHT)
+            for param, theirs in zip(other.params, own.params, strict=True):
+                param.grad = grad_of(theirs)
+            takes_step(own, OF_EIGHT)
+            takes_step(other, OF_EIGHT)
+            are_equal &= all(map(torch.equal, other.params, [full(param.detach()) for param in own.params]))
+    except elixir.NoFeasiblePlan:
+        return []
+    plans = [record.plan for record in elixir.compilations(own.model)]
+    fits = all(plan.prediction.device_peak_bytes <= budget_bytes for plan in plans)
+    return [are_equal, fits, sorted({str(home.optim) for plan in plans for home in plan.placements})]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

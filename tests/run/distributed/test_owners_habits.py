@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.run import owners_habits
-from tests.run.owners_habits import CHANGES_GRADIENTS, FAULTS, HABITS, matrices
+from tests.run.owners_habits import CHANGES_GRADIENTS, CLASSES, FAULTS, HABITS, UPDATES, matrices
 from tests.run.processes import in_turn, spawn
 
 LIMIT_S = 560.0
@@ -25,25 +25,43 @@ def cases_of(name: str) -> list[tuple[str, str, str]]:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name == "some matrices" else pytest.mark.slow) for name in HABITS]
+    ("name", "num_ranks"),
+    [
+        pytest.param(name, num_ranks, marks=() if (name, num_ranks) == ("some matrices", 2) else pytest.mark.slow)
+        for name in HABITS
+        for num_ranks in (2, 3)
+    ],
 )
-def test_the_bits_of_the_class_in_the_hands_of_users(name: str, tmp_path: Path) -> None:
+def test_the_bits_of_the_class_in_the_hands_of_users(name: str, num_ranks: int, tmp_path: Path) -> None:
     """Each matrix has one owner. Ranks without any train too."""
-    cases = cases_of(name)[:1] if name in ("some matrices", "scaler") else cases_of(name)
+    cases = cases_of(name)[:1] if name == "some matrices" and num_ranks == 2 else cases_of(name)
     checks: list[list[Any]] = []
     for number, case in enumerate(cases):
         folder = tmp_path / f"state-{number}"
         folder.mkdir()
         checks.append(["keeps_its_bits", name, *case, str(folder)])
-    for shapes in zip(*on_ranks(2, tmp_path, *checks), strict=True):
+    for shapes in zip(*on_ranks(num_ranks, tmp_path, *checks), strict=True):
         assert sum(map(len, shapes)) == len(matrices(HABITS[name].model(), HABITS[name].whole))
 
 
 @pytest.mark.slow  # `test_owners` has the quick ones
-def test_muon_is_muon(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_muon_is_muon(num_ranks: int, tmp_path: Path) -> None:
     """Not another class, on flat tensors, or in each micro-batch: each rank would see it."""
-    found = on_ranks(2, tmp_path, *(["is_muon", fault] for fault in FAULTS))
+    found = on_ranks(num_ranks, tmp_path, *(["is_muon", fault] for fault in FAULTS))
     for of_rank in found:
         are_right = dict(zip(FAULTS, of_rank, strict=True))
         assert are_right.pop("none") == [True, True]
         assert not any(any(each) for each in are_right.values()), are_right
+
+
+@pytest.mark.slow  # one to two minutes each
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_bits_of_the_class_under_budgets(cls: str, num_ranks: int, tmp_path: Path) -> None:
+    """On all ranks a plan fits 60 % of what a step takes that keeps all on the device; but a third of the state is
+    little beside a gathered matrix, its gradient and the work space of its update, which the backward holds at once."""
+    for (found,) in on_ranks(num_ranks, tmp_path, ["under_budgets", cls]):
+        assert all(each[:2] == [True, True] for each in found.values() if each), found
+        fits = UPDATES if num_ranks == 2 else UPDATES[:2]
+        assert all(found[f"60 {update}"] for update in fits), found
