@@ -20,7 +20,7 @@ from elixir_compile.optim.rule import order_of
 from tests.run import optimizers as users
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import Prodigy
-from tests.run.training import assert_same, by_elixir, by_torch, on_host, planned_peak_bytes
+from tests.run.training import assert_same, by_elixir, by_torch, on_host, planned_peak_bytes, state_on_host
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A dry run at a shape against two real steps.
@@ -322,7 +322,7 @@ class Wide(nn.Module):
 
 
 MAKERS = {
-    "Muon": functools.partial(Muon, lr=0.02),
+    "Muon": functools.partial(Muon, lr=0.02, ns_steps=1),  # products in bf16 take seconds on many a CPU
     "Adafactor": functools.partial(Adafactor, lr=0.02),
     "Adafactor on lists": functools.partial(Adafactor, lr=0.02, foreach=True),
 }
@@ -333,12 +333,13 @@ MAKERS = {
 def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     name: str, budget: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of the first step, which makes the state. Its bits are those of the class."""
+    """Also of the first step, which makes the state. Its bits are those of the class. In 30 % of the 22.2 MB that Muon
+    takes with all on the device, none of its state is there."""
 
     def batch_of(seed: int) -> torch.Tensor:
         return torch.randn(64, 512, generator=torch.Generator().manual_seed(seed))
 
-    parts = {"Muon": (3.7, 1.3), "Adafactor": (2.4, 1.5), "Adafactor on lists": (3.1, 1.5)}[name]
+    parts = {"Muon": (3.7, 0.889), "Adafactor": (2.4, 1.5), "Adafactor on lists": (3.1, 1.5)}[name]
     budget_bytes = int(parts[budget == "some on the host"] * 6 * 4 * 512**2) + (1 << 20)
     make = MAKERS[name]
 
@@ -352,6 +353,8 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     )
     peaks = [elixir.measure_step(lambda seed=seed: run.train([batch_of(seed)])).device_peak_bytes for seed in range(3)]
     assert bool(on_host(run)) is (budget == "some on the host")
+    if (name, budget) == ("Muon", "some on the host"):
+        assert len(state_on_host(run)) == len([*run.model.parameters()])
     assert max(peaks) <= budget_bytes
     assert peaks[-1] == pytest.approx(planned_peak_bytes(run), rel=0.01)
     assert not any("keeps its state" in text for text in caplog.messages)
