@@ -104,6 +104,7 @@ from elixir_compile.compat.profiling import allocator_snapshot as allocator_snap
 from elixir_compile.compat.profiling import can_profile as can_profile
 from elixir_compile.compat.profiling import start_allocator_history as start_allocator_history
 from elixir_compile.compat.profiling import stop_allocator_history as stop_allocator_history
+from elixir_compile.compat.tensors import In4Bits as In4Bits
 from elixir_compile.compat.tensors import LazyBits as LazyBits
 from elixir_compile.compat.tensors import MemoryView as MemoryView
 from elixir_compile.compat.tensors import Wrapping as Wrapping
@@ -116,6 +117,7 @@ from elixir_compile.compat.tensors import expression_of as expression_of
 from elixir_compile.compat.tensors import fake_tensors as fake_tensors
 from elixir_compile.compat.tensors import foreach_writes as foreach_writes
 from elixir_compile.compat.tensors import is_fake as is_fake
+from elixir_compile.compat.tensors import is_in_4_bits as is_in_4_bits
 from elixir_compile.compat.tensors import is_jagged as is_jagged
 from elixir_compile.compat.tensors import is_lazy as is_lazy
 from elixir_compile.compat.tensors import is_multiple as is_multiple

@@ -3,11 +3,12 @@ tensor is made again from its bytes.
 """
 
 import functools
+import operator
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -281,9 +282,29 @@ def is_wrapper(value: object) -> bool:
     return is_traceable_wrapper_subclass(value)
 
 
-def plain_inside(value: torch.Tensor) -> dict[str, torch.Tensor]:
+def is_in_4_bits(value: object) -> bool:
+    """Return whether `value` is a quantised `Params4bit` of bitsandbytes: codes, with scales in `quant_state`.
+
+    `Params4bit.quant_state`, `QuantState`: bitsandbytes 0.50. Gone: AttributeError when such a model is prepared.
+    """
+    kind = type(value)
+    if kind.__name__ != "Params4bit" or not kind.__module__.startswith("bitsandbytes."):
+        return False
+    state = getattr(value, "quant_state", None)
+    return state is not None and not getattr(state, "packing_format_for_cpu", False)
+
+
+_IN_4_BITS = ("absmax", "code")
+_IN_4_BITS_TWICE = (*_IN_4_BITS, "offset", "state2.absmax", "state2.code")
+
+
+def plain_inside(value: Any) -> dict[str, torch.Tensor]:
     """Return the tensors inside of `value`, of which `is_wrapper` is true, however deep, by the path of their
-    attributes, such as `scales.codes`; any other tensor itself, by an empty path."""
+    attributes, such as `scales.codes`; any other tensor itself, by an empty path. Codes in 4 bits are both: the
+    parameter itself, and the tensors of its `quant_state`."""
+    if is_in_4_bits(value):
+        paths = [f"quant_state.{path}" for path in (_IN_4_BITS_TWICE if value.quant_state.nested else _IN_4_BITS)]
+        return {"": value, **{path: operator.attrgetter(path)(value) for path in paths}}
     if not is_wrapper(value):
         return {"": value}
     names, _ = value.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]  the protocol of such classes
@@ -291,9 +312,37 @@ def plain_inside(value: torch.Tensor) -> dict[str, torch.Tensor]:
     return {f"{name}.{path}" if path else name: leaf for name, found in inside for path, leaf in found.items()}
 
 
+_CONSTANTS = ("shape", "dtype", "blocksize", "quant_type")
+
+
+class In4Bits:
+    """Gathered codes of a `Params4bit`, as `Linear4bit` reads it in a trace: Dynamo adds no attribute to a tensor."""
+
+    def __init__(self, context: dict[str, Any], codes: torch.Tensor, *scales: torch.Tensor) -> None:
+        self.data, self.quant_state = codes, _state_of(context, *scales)
+        self.shape, self.dtype, self.device = codes.shape, codes.dtype, codes.device
+
+    def view(self, *size: int) -> torch.Tensor:
+        return self.data.view(*size)
+
+    def t(self) -> torch.Tensor:
+        return self.data.t()
+
+
+def _state_of(context: dict[str, Any], absmax: torch.Tensor, code: torch.Tensor, *second: torch.Tensor) -> Any:
+    """Return a `QuantState` of the constants in `context` and of tensors, those of `state2` behind its offset."""
+    kind = context["class"]
+    if not second:
+        return kind(absmax, code=code, **context["state"])
+    offset, absmax_of_absmax, code_of_absmax = second
+    state2 = kind(absmax_of_absmax, code=code_of_absmax, **context["second"])
+    return kind(absmax, code=code, offset=offset, state2=state2, **context["state"])
+
+
 @dataclass(frozen=True, slots=True)
 class Wrapping:
-    """How a tensor of which `is_wrapper` is true is made of the tensors inside of it, which it does not hold.
+    """How a tensor of which `is_wrapper` or `is_in_4_bits` is true is made of the tensors inside of it, which it does
+    not hold.
 
     `__tensor_flatten__`, `__tensor_unflatten__`, the protocol of such classes: torch 2.11 to 2.13. Gone: AttributeError
     when a model with such a parameter is prepared.
@@ -301,7 +350,7 @@ class Wrapping:
 
     kind: type[torch.Tensor]
     inside: tuple[tuple[str, "Wrapping | None"], ...]
-    """The attributes with the tensors inside; None for a tensor that is no wrapper itself."""
+    """The attributes with the tensors inside, None for a tensor that is no wrapper itself; none for codes in 4 bits."""
     context: Any
     shape: torch.Size
     stride: tuple[int, ...]
@@ -309,6 +358,16 @@ class Wrapping:
     @classmethod
     def of(cls, value: Any) -> "Wrapping | None":
         """Return how `value` is made; None if it is no wrapper."""
+        if is_in_4_bits(value):
+            state, second = value.quant_state, value.quant_state.state2
+            names = ("blocksize", "compress_statistics", "quant_type", "quant_storage", "bnb_quantized")
+            context = {
+                "param": {name: getattr(value, name) for name in names},
+                "state": {name: getattr(state, name) for name in _CONSTANTS},
+                "second": {name: getattr(second, name) for name in _CONSTANTS} if state.nested else None,
+                "class": type(state),
+            }
+            return cls(type(value), (), context, value.shape, value.stride())
         if not is_wrapper(value):
             return None
         names, context = value.__tensor_flatten__()
@@ -317,6 +376,9 @@ class Wrapping:
 
     def around(self, leaves: Iterator[torch.Tensor]) -> torch.Tensor:
         """Return a tensor made of `leaves`, in the order of `plain_inside`."""
+        if not self.inside:
+            kind, data = cast("Any", self.kind), next(leaves)
+            return kind(data, quant_state=_state_of(self.context, *leaves), **self.context["param"])
         inner = {name: next(leaves) if within is None else within.around(leaves) for name, within in self.inside}
         kind: Any = self.kind
         return kind.__tensor_unflatten__(inner, self.context, self.shape, self.stride)

@@ -45,7 +45,7 @@ def test_all_machines_with_names_are_listed() -> None:
 
 
 class Coded(nn.Parameter):
-    """As bitsandbytes' `Params4bit`, a parameter of codes that torch cannot take apart, with scales beside it."""
+    """As bitsandbytes' `Int8Params`, a parameter of codes that torch cannot take apart, with scales beside it."""
 
 
 def in_subclass() -> nn.Module:
@@ -82,7 +82,7 @@ HOLDS: dict[str, Callable[[], bool]] = {
     "GPUs other than one H200": lambda: "## What a GPU has shown" in page("accelerators.md"),
     "Sequence and context parallelism": lambda: has_no_option("sequence", "context"),
     "Experts over ranks": lambda: has_no_option("expert"),
-    "Quantised weights of bitsandbytes": lambda: unmanaged_reason(in_subclass(), "weight") is not None,
+    "Weights of bitsandbytes in 8 bits": lambda: unmanaged_reason(in_subclass(), "weight") is not None,
     "fp8 compute": lambda: is_refused({"param_dtype": "float8"}),
     "CUDA graphs": lambda: has_no_option("graph"),
     "Planned generation": lambda: has_no_option("generat", "cache_len"),

@@ -141,7 +141,8 @@ class Sites:
             if outer is None:
                 self._sites.append(site)
             else:
-                self._inside.append((site, operator.attrgetter(paths[place])))
+                path = paths[place]
+                self._inside.append((site, operator.attrgetter(path) if path else lambda outer: outer))
             self._num_of_slot[slot.key] = self._num_of_slot.get(slot.key, 0) + 1
 
     def clear(self) -> None:
@@ -365,7 +366,7 @@ def _reason_inside(param: torch.Tensor) -> str | None:
     if param.requires_grad:
         return f"a {kind} that is trained would need a gradient of its own class"
     wrapping, parts = compat.Wrapping.of(param), list(parts_of(param).values())
-    if any(type(part) is not torch.Tensor or part.is_meta or _has_gaps(part) for part in parts):
+    if any((type(part) is not torch.Tensor and part is not param) or part.is_meta or _has_gaps(part) for part in parts):
         return f"a tensor inside of a {kind} is not plain and dense in memory"
     if any(part is not again for part, again in zip(parts, parts_of(param).values(), strict=True)):
         return f"a {kind} makes new tensors whenever it is taken apart"
@@ -538,6 +539,13 @@ def _maker(tensor: torch.Tensor, entry: Entry) -> Callable[..., torch.Tensor] | 
         def wrapped(*parts: torch.Tensor) -> torch.Tensor:
             return wrapping.around(iter(parts))
 
+        if compat.is_in_4_bits(tensor):
+            context = wrapping.context
+
+            def read_in_a_trace(*parts: torch.Tensor) -> Any:
+                return compat.In4Bits(context, *parts) if torch.compiler.is_compiling() else wrapped(*parts)
+
+            return read_in_a_trace
         # Not traced by Dynamo, which leaves constructors of some classes out of its graph. AOTAutograd traces it.
         made: Any = torch.compiler.allow_in_graph(wrapped)
         return made

@@ -337,7 +337,7 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Return whether `tensor` is made of tensors inside of it, such as codes and scales, and is no DTensor."""
-    return compat.is_wrapper(tensor) and not is_dtensor(tensor)
+    return (compat.is_wrapper(tensor) and not is_dtensor(tensor)) or compat.is_in_4_bits(tensor)
 
 
 def parts_of(tensor: torch.Tensor, name: str = "") -> dict[str, torch.Tensor]:
@@ -345,7 +345,7 @@ def parts_of(tensor: torch.Tensor, name: str = "") -> dict[str, torch.Tensor]:
     which it is made, by names such as `weight.codes`, or itself by its own."""
     if not is_wrapped(tensor):
         return {name: tensor}
-    return {f"{name}.{path}" if name else path: part for path, part in compat.plain_inside(tensor).items()}
+    return {".".join(filter(None, (name, path))): part for path, part in compat.plain_inside(tensor).items()}
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:

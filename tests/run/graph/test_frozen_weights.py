@@ -39,6 +39,7 @@ from tests.run.frozen_checks import (
     stack,
 )
 from tests.run.processes import in_turn, spawn
+from tests.run.random_runs import SLACK_BYTES
 from tests.run.training import Run, by_elixir, by_elixir_unprepared, by_torch, least_bytes
 
 AS_TENSORS_AND_INSIDE = [InNF4, pytest.param(Adapted, marks=pytest.mark.slow)]
@@ -109,7 +110,7 @@ def test_an_unprepared_model_trains_in_fewer_bytes(kind: type[nn.Module]) -> Non
     assert all(map(torch.equal, run.losses, wanted))
     (batch,) = batches(1)
     record = elixir.measure_step(lambda: squares(run.compiled, run.optimizer, batch))
-    assert record.device_peak_bytes <= keep * 8 // 10
+    assert record.device_peak_bytes <= keep * 8 // 10 + SLACK_BYTES
 
 
 @pytest.mark.slow
