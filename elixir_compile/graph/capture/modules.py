@@ -350,14 +350,15 @@ def unmanaged_reason(module: nn.Module, name: str) -> str | None:
         return f"code reads attributes of a {type(param).__name__}, which a gathered copy of its values has not"
     if type(param.data) is not torch.Tensor and not is_dtensor(param):
         return f"{type(param.data).__name__} is a tensor subclass without `__tensor_flatten__`"
-    return _NOT_DENSE if _has_gaps(own_shard(param)) else None
+    return _NOT_DENSE if _has_gaps(param) else None
 
 
 _NOT_DENSE = "its elements are not dense in memory"
 
 
 def _has_gaps(tensor: torch.Tensor) -> bool:
-    return tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(tensor)
+    """Return whether `tensor` is empty or its elements have gaps; a rank may own none of them."""
+    return tensor.numel() == 0 or not torch.ops.aten.is_non_overlapping_and_dense(own_shard(tensor))
 
 
 def _reason_inside(param: torch.Tensor) -> str | None:
