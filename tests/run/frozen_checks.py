@@ -204,7 +204,7 @@ def batches(num: int = 3, width: int = WIDTH) -> list[torch.Tensor]:
     return [torch.randn(ROWS, width, generator=generator) for _ in range(num)]
 
 
-def losses_beside_nf4(rank: int, world_size: int) -> tuple[list[float], set[str]]:
+def losses_beside_nf4(rank: int, world_size: int) -> tuple[list[float], list[str]]:
     """Train on the same batches on each rank beside NF4s of the first rank's values; return losses, and the reasons
     why no plan moves them."""
     torch.manual_seed(rank)
@@ -215,7 +215,7 @@ def losses_beside_nf4(rank: int, world_size: int) -> tuple[list[float], set[str]
     losses = [squares(compiled, optimizer, batch).item() for batch in batches()]
     managed = managed_model(model)
     assert managed is not None
-    return losses, set(managed.unmanaged_because.values())
+    return losses, sorted(set(managed.unmanaged_because.values()))
 
 
 def losses_and_codes(rank: int, world_size: int) -> tuple[list[float], list[int], list[str]]:
