@@ -82,6 +82,8 @@ _ERRORS = (
     "DiskFull",
     "ElixirError",
     "ElixirWarning",
+    "FrozenChanged",
+    "FrozenFileChanged",
     "GradientsChanged",
     "IllegalSchedule",
     "IncompleteStep",

@@ -368,11 +368,12 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
     by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
-    `disk_bytes` is the optimizer state on the host that could be on disk. `beyond` is a clause with a way for models
-    that no budget suits. `because` says why nothing was searched, as for ranks whose graphs differ: if they were
-    equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay from earlier backward
-    passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static` says that the user
-    fixed fractions of the placement. `uncounted` names what the step needs beside `needed_bytes`, if that is not known.
+    `disk_bytes` are the optimizer state and the frozen parameters on the host that could be on disk. `beyond` is a
+    clause with a way for models that no budget suits. `because` says why nothing was searched, as for ranks whose
+    graphs differ: if they were equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay
+    from earlier backward passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static`
+    says that the user fixed fractions of the placement. `uncounted` names what the step needs beside `needed_bytes`, if
+    that is not known.
     """
 
     op: str
@@ -396,7 +397,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
         if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
-            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state"
+            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state or frozen parameters"
         if self.staying_bytes:
             other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
         if self.is_static:
@@ -741,6 +742,29 @@ class DiskFailed(_DiskError):
     errno: int | None = 0
 
     _text = "{operation} failed at {path}: {because}. Check the disk, or use a folder on another one."
+
+
+class FrozenFileChanged(_DiskError):
+    """Somebody wrote to the file `path`, from which frozen parameters are read."""
+
+    errno = errno.EIO
+
+    _text = (
+        "{path} was written to, and frozen parameters are read from it. Their values are those of before, or a mix: "
+        "load the model again. Write new checkpoints to other files, or set `frozen_files=False`."
+    )
+
+
+class FrozenChanged(ElixirError, RuntimeError):
+    """The frozen parameter `parameter` was written in place during a step that reads it from the file `path`."""
+
+    parameter: str
+    path: str
+
+    _text = (
+        "{parameter} was written in place during a step, but its values are read from {path}. Write frozen parameters "
+        "between two steps: the next forward takes their new values."
+    )
 
 
 class DiskCorrupted(_DiskError):

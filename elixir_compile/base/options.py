@@ -71,10 +71,13 @@ class Options:
     """Bytes of host memory for parameters, gradients, optimizer state and activations. None: the free memory of the
     host, shared by its ranks."""
     disk_path: Path | None = None
-    """An existing folder on a local drive, for optimizer state beyond `host_memory`. Its files are
-    removed when the process ends. None: no state on disk."""
+    """An existing folder on a local drive, for frozen parameters and optimizer state beyond `host_memory`. Its files
+    are removed when the process ends. None: nothing is written to a disk."""
     disk_check: bool = False
     """Verify a checksum of each block read from `disk_path`."""
+    frozen_files: bool = True
+    """Read frozen parameters beyond `host_memory` from the files that they were loaded from, if their memory maps these
+    files. False for files on a network drive, or if somebody may write to them."""
     planner: Planner = "milp"
     """`milp` proves a bound on every plan, `greedy` is faster. The others are fixed rules for comparison: `elixir` (of
     the paper), `zero3_offload`, `zero_offload`, `fsdp_offload`, `keep_all`."""
@@ -301,6 +304,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "host_memory": _memory,
     "disk_path": _folder,
     "disk_check": _bool,
+    "frozen_files": _bool,
     "planner": _one_of(*get_args(Planner)),
     "placement_policy": _one_of(*get_args(PlacementPolicy)),
     "shard_param_frac": _fraction,

@@ -98,6 +98,9 @@ class Param:
     sharded, each rank has all elements; if this is empty, it is cut evenly."""
     is_uneven: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the ranks own parts of any sizes, or one of them owns it whole."""
+    in_file: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether a frozen parameter lies, bit for bit, in a file of its own, as in the checkpoint that it was loaded from:
+    then it can be read from there, and takes no memory of the host."""
 
     def works_as(self, *, is_cpu: bool) -> "Param":
         """Return the parameter with the work space of its whole update on the device always if the device `is_cpu`."""
@@ -319,7 +322,8 @@ class Placement:
     backward. A bucket of a single rank with its parameters on the device is always resident.
 
     The search chooses it (`search.space.buckets.placement_of`). `runtime.placed` moves the parameters to their home,
-    and `optim.state` the optimizer state.
+    and `optim.state` the optimizer state. If frozen parameters are on the disk, so is their state, of which there is
+    none, and each gather reads them.
     """
 
     bucket: BucketId

@@ -21,6 +21,9 @@ from elixir_compile.ir.kinds import OpId, Tier
 #     buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
 #     ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
 #
+# Frozen parameters on disk are read, for each gather, through a ring of their own: updates that hold all buffers of one
+# ring while they wait for a gather would never end.
+#
 # If parameters are updated whole, a buffer holds the state of the largest of them, in whole blocks. Their optimizer is
 # another than that of parameters whose elements are updated alone, so both have a ring. Less than a cache line of gap
 # for each statistic is not counted.
@@ -36,6 +39,10 @@ DISK_STAGING_BYTES = 16 * MIB
 moments."""
 DISK_BLOCK_BYTES = 4 * MIB
 """Bytes of one read or write, and of one checksum. Larger blocks were no faster."""
+NUM_GATHER_STAGING = 4
+"""Buffers of the ring of gathers, which reads as far ahead of the copies to the device."""
+GATHER_STAGING_BYTES = 16 * MIB
+"""Bytes of each of them, and of one piece of a gather."""
 HUGE_PAGE_BYTES = 2 * MIB
 _WIDEST_BYTES = 4
 
@@ -55,6 +62,12 @@ def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
         buffer_bytes[key] = max(buffer_bytes.get(key, DISK_STAGING_BYTES), least_bytes)
     aligned = (-(-nbytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES for nbytes in buffer_bytes.values())
     return sum(NUM_DISK_STAGING * nbytes + HUGE_PAGE_BYTES for nbytes in aligned)
+
+
+def gather_staging_bytes(buckets: Iterable[Bucket]) -> int:
+    """Return the bytes of the ring through which parameters of `buckets`, homes on disk, are gathered: 0 if there are
+    none."""
+    return NUM_GATHER_STAGING * GATHER_STAGING_BYTES + HUGE_PAGE_BYTES if any(True for _ in buckets) else 0
 
 
 MOST_STREAMED_ROOMS = 4
@@ -184,9 +197,13 @@ def disk_s(bucket: Bucket, cluster: Cluster) -> float:
     """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
     disk."""
     nbytes = bucket.shard_state_nbytes() * cluster.num_local_ranks
-    read_per_s = cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S
     write_per_s = cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S
-    return nbytes / read_per_s + nbytes / write_per_s
+    return disk_read_s(nbytes, cluster) + nbytes / write_per_s
+
+
+def disk_read_s(nbytes: int, cluster: Cluster) -> float:
+    """Return the seconds in which the ranks of a node read `nbytes` in all from the disk."""
+    return nbytes / (cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
 
 
 def host_memory_bytes_per_s(cluster: Cluster) -> float:

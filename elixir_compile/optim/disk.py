@@ -3,7 +3,6 @@ time."""
 
 import atexit
 import copy
-import os
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import distributed, nn
+from torch import nn
 
 from elixir_compile.base.errors import DiskFailed, InvalidOption, UnforeseenState
 from elixir_compile.graph.ops.registry import slot_of
@@ -25,7 +24,7 @@ from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticL
 from elixir_compile.optim.streaming import PassingParam, Segment, update
 from elixir_compile.runtime import disk_file
 from elixir_compile.runtime.bucket import ALIGN_BYTES, RunningBucket, Slab, aligned_bytes
-from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead
+from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead, store_at
 from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.updates import finish_updates
 
@@ -242,7 +241,7 @@ class DiskHome:
             regions, self._files, self.is_free = self._files, [], True
             self._regions.clear()
             for region in regions:
-                self._store.free(region)
+                self._store.free(region.file)
 
     @property
     def _unit(self) -> int:
@@ -572,8 +571,7 @@ class DiskStates:
             )
         if disk not in self._stores:
             path, check = disk
-            rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
-            self._stores[disk] = DiskStore(os.fspath(path), check=check, rank=rank)
+            self._stores[disk] = store_at(path, check=check)
             # Functions registered last run first, so queued updates run before the store is closed.
             finish = partial(_finish, weakref.ref(self))
             atexit.register(finish)

@@ -340,7 +340,7 @@ class StatePlacer:
     def reserve(self, group: Mapping[str, Any], buckets: Mapping[RunningBucket, Iterable[nn.Parameter]]) -> None:
         """Reserve disk space for state whose home is the disk. Raises DiskFull if there is too little space."""
         for bucket, params in buckets.items():
-            if bucket.placement.optim is Tier.DISK:
+            if bucket.placement.optim is Tier.DISK and bucket.spec.trainable:
                 self.disk.reserve(bucket, params, group)
 
     def buffers_of(

@@ -155,7 +155,7 @@ class Updater:
                 # Readers of what updates write on the host wait until it is there; copies use `memory` until then.
                 for update, memory in zip(own, on_host, strict=True):
                     bucket = update.bucket
-                    params, grads = (update.params, update.grads) if bucket.is_on_host else ([], [])
+                    params, grads = (update.params, update.grads) if bucket.is_away else ([], [])
                     for param in params:
                         if param.grad is not None:
                             watch(param.grad)
@@ -163,7 +163,7 @@ class Updater:
                     memory = [*memory, *grads]  # the guard sees writes to gradients that are alive
                     landing = LandingUpdate(landed, guard.check, self.line, update.label, executor.lanes, memory)
                     self.line.add(landing)
-                    if bucket.is_on_host:
+                    if bucket.is_away:
                         bucket.queued.add(landing, params)
                     self._landing[bucket] = landing
 
@@ -214,7 +214,7 @@ class BucketUpdate:
             bucket=self.bucket.spec.id,
             rule=self.rule,
             parts=self.parts,
-            is_away=self.bucket.is_on_host,
+            is_away=self.bucket.is_away,
             # A param group may have been added since the bucket was formed.
             is_whole=any(self.rule.updates_whole(part.params[0], part.group) for part in self.parts),
         )

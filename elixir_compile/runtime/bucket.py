@@ -10,7 +10,7 @@ import threading
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -76,14 +76,19 @@ class _MappedRanges:
         self._live_bytes = 0
         self._peak_bytes = 0
         self._pinned_at: set[int] = set()
+        self._files_at: set[int] = set()
+        """Ranges that map files, which take no memory of their own."""
 
-    def add(self, address: int, nbytes: int) -> None:
+    def add(self, address: int, nbytes: int, *, is_file: bool = False) -> None:
         with self._lock:
             self._nbytes_at[address] = nbytes
             self._serial_at[address] = next(self._serials)
             self._starts = tuple(sorted(self._nbytes_at))
-            self._live_bytes += nbytes
-            self._peak_bytes = max(self._peak_bytes, self._live_bytes)
+            if is_file:
+                self._files_at.add(address)
+            else:
+                self._live_bytes += nbytes
+                self._peak_bytes = max(self._peak_bytes, self._live_bytes)
 
     def note_pinned(self, address: int) -> None:
         with self._lock:
@@ -91,7 +96,11 @@ class _MappedRanges:
 
     def remove(self, address: int) -> None:
         with self._lock:
-            self._live_bytes -= self._nbytes_at.pop(address, 0)
+            nbytes = self._nbytes_at.pop(address, 0)
+            if address in self._files_at:
+                self._files_at.discard(address)
+            else:
+                self._live_bytes -= nbytes
             self._pinned_at.discard(address)
             self._starts = tuple(sorted(self._nbytes_at))
 
@@ -127,21 +136,27 @@ class Slab:
     With `pin`, the pages are locked for the accelerator so that copies run asynchronously. The slab is pageable if
     there is no accelerator, and, with an `ElixirWarning`, if the driver refuses because of a locked-memory limit.
     Processes forked from now on do not have a pinned slab.
+
+    With `file`, the descriptor of a file of that many whole pages, the slab is the file: its pages are those of the
+    page cache, which the kernel writes back and drops, and it is not counted as memory.
     """
 
-    def __init__(self, nbytes: int, *, pin: bool) -> None:
+    def __init__(self, nbytes: int, *, pin: bool, file: int | None = None) -> None:
         if nbytes < 0:
             raise ValueError(f"a slab of {nbytes} bytes: needs 0 or more")
         self.nbytes = max(-(-nbytes // mmap.PAGESIZE), 1) * mmap.PAGESIZE
-        self._mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
+        if file is None:
+            self._mapping = _Mapping(-1, self.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:
+            self._mapping = _Mapping(file, self.nbytes, flags=mmap.MAP_SHARED)
+        if hasattr(mmap, "MADV_HUGEPAGE") and file is None:
             # The call is advice only: a kernel without transparent huge pages answers EINVAL.
             with contextlib.suppress(OSError):
                 self._mapping.madvise(mmap.MADV_HUGEPAGE)
         self._mapping.address = torch.frombuffer(self._mapping, dtype=torch.uint8).data_ptr()
         # Bound here and not looked up in `__del__`, because module globals are cleared first when the interpreter ends.
         self._mapping.forget = _mapped.remove
-        _mapped.add(self._mapping.address, self.nbytes)
+        _mapped.add(self._mapping.address, self.nbytes, is_file=file is not None)
         if pin:
             self._mapping.unpin = _pin(self._mapping.address, self.nbytes)
         if self.is_pinned:
@@ -162,6 +177,10 @@ class Slab:
         """
         if hasattr(mmap, "MADV_DONTFORK"):
             self._mapping.madvise(mmap.MADV_DONTFORK)
+
+    def flush(self) -> None:
+        """Write the pages of a file that were changed to the disk."""
+        self._mapping.flush()
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int) -> torch.Tensor:
         """Return a contiguous tensor of `shape` at `offset_bytes`, a multiple of `ALIGN_BYTES`, in its own storage.
@@ -185,6 +204,16 @@ class Slab:
 def aligned_bytes(nbytes: int) -> int:
     """Return `nbytes` rounded up to a multiple of `ALIGN_BYTES`, the offset at which another tensor may start."""
     return -(-nbytes // ALIGN_BYTES) * ALIGN_BYTES
+
+
+class MappedByOthers:
+    """Memory that somebody else's mapping of a file has, while it is the home of parameters: counted as a file's."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]]) -> None:
+        """`ranges` has the addresses and bytes of the parameters."""
+        for address, nbytes in ranges:
+            _mapped.add(address, nbytes, is_file=True)
+            weakref.finalize(self, _mapped.remove, address).atexit = False
 
 
 def live_slab_bytes() -> int:
@@ -290,6 +319,7 @@ class SlabPool:
 # home DEVICE   param.data is an ordinary device tensor; `gathered` is an alias of it
 # home HOST     param.data is cut from a slab; a gather copies the slab into one flat device tensor, and `gathered`
 #               is cut from this tensor
+# home DISK     param.data maps a file, which a gather reads: see `disk_params`
 
 
 class RunningBucket:
@@ -332,14 +362,14 @@ class RunningBucket:
         """By slot: the slab of its fp32 sum of gradients, and the storage of this slab that was handed out last."""
 
     @property
-    def is_on_host(self) -> bool:
-        """Whether the home of the parameters is the host."""
-        return self.placement.param is Tier.HOST
+    def is_away(self) -> bool:
+        """Whether the home of the parameters is not the device."""
+        return self.placement.param is not Tier.DEVICE
 
     @property
     def is_gathered(self) -> bool:
         """Whether programs read a gathered copy of the parameters, and not their home."""
-        return self.is_on_host
+        return self.is_away
 
     @property
     def grad_dtype(self) -> torch.dtype:
@@ -358,7 +388,7 @@ class RunningBucket:
         """
         for slot in self.slots:
             slot.check_form()
-        if self.is_on_host:
+        if self.is_away:
             slab = Slab(self._total_bytes, pin=self.pin)
             for slot, home in zip(self.slots, self._cut_slab(slab), strict=True):
                 home.copy_(slot.own.detach())
@@ -377,7 +407,7 @@ class RunningBucket:
         """Move gradients that came along with their parameters to the memory for gradients in the new home."""
         found = ((i, slot.param.grad) for i, slot in enumerate(self.slots))
         grads = [(i, own_shard(grad)) for i, grad in found if grad is not None and grad.layout is torch.strided]
-        if self.is_on_host:
+        if self.is_away:
             moving = [(i, grad) for i, grad in grads if not is_slab_memory(grad.data_ptr())]
             buffers = self.gradient_buffers() if moving else ()
             for i, grad in moving:
@@ -392,7 +422,7 @@ class RunningBucket:
 
     def has_drifted(self) -> bool:
         """Whether user code replaced the data of a parameter since `move_home`: `model.to(...)`, `param.data = ...`."""
-        if self.is_on_host:
+        if self.is_away:
             return self._params is None or any(
                 has_moved(slot.own, self._address + offset)
                 for slot, offset in zip(self.slots, self._offsets_bytes, strict=True)
@@ -400,6 +430,11 @@ class RunningBucket:
         return self.gathered is None or any(
             has_moved(slot.own, t.data_ptr()) for slot, t in zip(self.slots, self.gathered, strict=True)
         )
+
+    @property
+    def flat_bytes(self) -> int:
+        """The bytes of `flat_home`, and of a flat copy of it."""
+        return self._total_bytes
 
     def flat_home(self) -> torch.Tensor:
         """Return the parameters in their home on the host as a single uint8 tensor, alignment gaps included."""
@@ -451,7 +486,7 @@ class RunningBucket:
 
         On the host the same memory is reused as soon as no earlier tensor of it is alive.
         """
-        if not self.is_on_host:
+        if not self.is_away:
             return torch.empty_like(slot.own, dtype=torch.float32)
         last = self._totals.get(slot.key)
         slab = last[0] if last is not None and last[1]() is None else Slab(4 * slot.own.numel(), pin=self.pin)

@@ -16,8 +16,9 @@ import time
 import zlib
 from collections.abc import Callable
 
-from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull
+from elixir_compile.base.errors import DiskCorrupted, DiskFailed, DiskFull, FrozenFileChanged
 from elixir_compile.ir.cost import DISK_BLOCK_BYTES
+from elixir_compile.runtime.bucket import Slab
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Preallocated files whose blocks are read and overwritten in place, and the folder for the files of one process.
@@ -101,16 +102,48 @@ class DiskFile:
     """
 
     def __init__(self, path: str, label: str, nbytes: int, *, check: bool) -> None:
-        self.path = path
-        self.nbytes = nbytes
-        self.failure: DiskFailed | None = None
         whole, rest_bytes = divmod(nbytes if check else 0, DISK_BLOCK_BYTES)
         sums = [zlib.crc32(bytes(DISK_BLOCK_BYTES))] * whole if whole else []
         sums += [zlib.crc32(bytes(rest_bytes))] if rest_bytes else []
-        self._checksums = sums if check else None
-        self._fd = _preallocate(path, label, whole_pages_bytes(nbytes))
-        self.is_direct = _set_direct(self._fd, True)
+        self._take(path, nbytes, _preallocate(path, label, whole_pages_bytes(nbytes)), sums if check else None)
+
+    @classmethod
+    def opened(cls, path: str) -> "DiskFile":
+        """Return the existing file `path`, which is only read. Raises DiskFailed if it cannot be opened."""
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise DiskFailed(path, "open", os.strerror(error.errno or 0), error.errno or 0) from error
+        self = cls.__new__(cls)
+        self._take(path, os.fstat(fd).st_size, fd, None)
+        self._before = _fingerprint(fd)
+        return self
+
+    def _take(self, path: str, nbytes: int, fd: int, checksums: list[int] | None) -> None:
+        self.path = path
+        self.nbytes = nbytes
+        self.failure: DiskFailed | None = None
+        self._checksums = checksums
+        self._fd = fd
+        self._before: tuple[int, ...] | None = None
+        """What `check_unchanged` compares; None for a file that nobody else writes."""
+        self.is_direct = _set_direct(fd, True)
         """Whether reads and writes bypass the page cache; False if the filesystem refused O_DIRECT."""
+
+    @property
+    def identity(self) -> tuple[int, int]:
+        """The device and the inode of the file."""
+        found = os.fstat(self._fd)
+        return found.st_dev, found.st_ino
+
+    def check_unchanged(self) -> None:
+        """Raise FrozenFileChanged if somebody wrote to a file that was opened to be read."""
+        if self._before is not None and _fingerprint(self._fd) != self._before:
+            raise FrozenFileChanged(self.path)
+
+    def map(self) -> Slab:
+        """Return the whole file as host memory."""
+        return Slab(whole_pages_bytes(self.nbytes), pin=False, file=self._fd)
 
     def close(self) -> None:
         """Close the file. No thread may be reading or writing it, because the descriptor may soon name another file."""
@@ -133,7 +166,9 @@ class DiskFile:
         # Computed before the write: if the caller changes the buffer during the write, the next read finds it.
         checksum = zlib.crc32(block) if self._checksums is not None and operation == WRITE else 0
         parts = [part for part in (block[:tail_start], page if tail_bytes else page[:0]) if len(part)]
-        self._move_parts(operation, parts, offset_bytes)
+        # A file that was opened to be read may end inside of a page.
+        needed_bytes = len(block) if operation == READ else sum(map(len, parts))
+        self._move_parts(operation, parts, offset_bytes, needed_bytes)
         if operation == READ and tail_bytes:
             block[tail_start:] = page[:tail_bytes]
         if self._checksums is None:
@@ -143,10 +178,10 @@ class DiskFile:
         elif zlib.crc32(block) != self._checksums[index]:
             raise DiskCorrupted(self.path, index, DISK_BLOCK_BYTES)
 
-    def _move_parts(self, operation: str, parts: list[memoryview], offset_bytes: int) -> None:
+    def _move_parts(self, operation: str, parts: list[memoryview], offset_bytes: int, needed_bytes: int) -> None:
         call = os.preadv if operation == READ else os.pwritev
         start_bytes, size_bytes = offset_bytes, sum(map(len, parts))
-        while parts:
+        while offset_bytes < start_bytes + needed_bytes:
             was_direct = self.is_direct  # read before the call, because another worker may change it during the call
             try:
                 moved_bytes = call(self._fd, parts, offset_bytes)
@@ -158,7 +193,7 @@ class DiskFile:
                     continue
                 raise DiskFailed(self.path, operation, os.strerror(error.errno or 0), error.errno or 0) from error
             if moved_bytes == 0:
-                end = f"the file ends at byte {offset_bytes}, expected {start_bytes + size_bytes}"
+                end = f"the file ends at byte {offset_bytes}, expected {start_bytes + needed_bytes}"
                 raise DiskFailed(self.path, operation, end, errno.EIO)
             offset_bytes += moved_bytes
             while parts and moved_bytes >= len(parts[0]):
@@ -168,6 +203,12 @@ class DiskFile:
         if operation == READ and not self.is_direct:
             # Otherwise the page cache would hold the state a second time, without use: it is read once per step.
             os.posix_fadvise(self._fd, start_bytes, size_bytes, os.POSIX_FADV_DONTNEED)
+
+
+def _fingerprint(fd: int) -> tuple[int, ...]:
+    """Return numbers that change if the open file is written to; not if another takes its name."""
+    found = os.fstat(fd)
+    return found.st_size, found.st_mtime_ns
 
 
 def whole_pages_bytes(nbytes: int) -> int:

@@ -1,5 +1,5 @@
-"""A store for optimizer state too large for the host: regions of bytes in files, and the staging buffers through which
-pieces are read ahead and written behind.
+"""A store for what is too large for the host: regions of bytes in files, and the staging buffers through which pieces
+are read ahead and written behind.
 """
 
 import os
@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
+from torch import distributed
 
 from elixir_compile.base.errors import DiskFailed
 from elixir_compile.ir import InnerVerb
@@ -27,7 +28,7 @@ from elixir_compile.runtime.disk_file import (
 )
 
 # ----------------------------------------------------------------------------------------------------------------------
-# A store for optimizer state too large for the host: regions of bytes in files, and the buffers of its transfers.
+# A store for what is too large for the host: regions of bytes in files, and the buffers of its transfers.
 #
 #     store = DiskStore("/mnt/nvme")
 #     region = store.allocate("b3.exp_avg", nbytes)        raises DiskFull if the disk is full
@@ -48,10 +49,14 @@ class DiskRegion:
     After a failed write every later operation raises DiskFailed, because the bytes on disk may be a mix of old and new.
     """
 
-    def __init__(self, store: "DiskStore", label: str, file: DiskFile, queue: DiskQueue) -> None:
+    def __init__(
+        self, store: object, label: str, file: DiskFile, queue: DiskQueue, unit_bytes: int = DISK_BLOCK_BYTES
+    ) -> None:
+        """`store` closes the file when its last reference goes; offsets and sizes are multiples of `unit_bytes`."""
         self.label = label
         self.nbytes = file.nbytes
-        self._store = store  # keeps the store open: it closes when its last reference goes
+        self.unit_bytes = unit_bytes
+        self.store = store
         self.file = file
         self._queue = queue
 
@@ -69,8 +74,8 @@ class DiskRegion:
         """Start reading the bytes at `offset_bytes` into `buffer`; they are there when the transfer's `wait` returns.
 
         `buffer` must be contiguous uint8 on the host, at an address that is a multiple of `DISK_PAGE_BYTES`, in memory
-        that no forked child shares, such as `staging_buffers`. Offset and size must be multiples of
-        `DISK_BLOCK_BYTES`; the size may be any if it ends at the end of the region.
+        that no forked child shares, such as `staging_buffers`. Offset and size must be multiples of `unit_bytes`; the
+        size may be any if it ends at the end of the region.
 
         Raises ValueError if a condition is not met, and DiskFailed as `DiskQueue.submit` does.
         """
@@ -83,6 +88,10 @@ class DiskRegion:
         """
         return self._begin(WRITE, buffer, offset_bytes)
 
+    def map(self) -> Slab:
+        """Return a mapping of the file as host memory: reads see earlier writes, and writes reach later reads."""
+        return self.file.map()
+
     def _begin(self, operation: str, buffer: torch.Tensor, offset_bytes: int) -> DiskTransfer:
         view = buffer.detach().numpy().data
         end_bytes = offset_bytes + view.nbytes
@@ -90,11 +99,11 @@ class DiskRegion:
             raise ValueError(f"{self.label}: needs a contiguous uint8 buffer, got {view.format!r} of {view.shape}")
         if view.nbytes and buffer.data_ptr() % DISK_PAGE_BYTES:
             raise ValueError(f"{self.label}: needs a buffer at a multiple of {DISK_PAGE_BYTES}, as O_DIRECT does")
-        is_whole = view.nbytes % DISK_BLOCK_BYTES == 0 or end_bytes == self.nbytes
-        if offset_bytes < 0 or offset_bytes % DISK_BLOCK_BYTES or end_bytes > self.nbytes or not is_whole:
+        is_whole = view.nbytes % self.unit_bytes == 0 or end_bytes == self.nbytes
+        if offset_bytes < 0 or offset_bytes % self.unit_bytes or end_bytes > self.nbytes or not is_whole:
             raise ValueError(
                 f"{self.label}: bytes {offset_bytes} to {end_bytes} of {self.nbytes} are not whole blocks of "
-                f"{DISK_BLOCK_BYTES}"
+                f"{self.unit_bytes}"
             )
         view = view.cast("B") if view.nbytes else memoryview(b"")
         transfer = DiskTransfer(self.file, operation, view, offset_bytes, owner=self)
@@ -119,12 +128,17 @@ class DiskStore:
         self._queue = DiskQueue(_NUM_THREADS)
         self._lock = threading.Lock()
         # Runs at the latest when the interpreter exits. A reference to the store here would keep the store alive.
-        self._finalizer = weakref.finalize(self, _close, self._queue, self._files, self._folder)
+        self._finalizer = weakref.finalize(self, _end, self._queue, self._files, self._folder)
 
     @property
     def path(self) -> str:
         """The folder of this process."""
         return self._folder.path
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the files are gone."""
+        return not self._finalizer.alive
 
     def allocate(self, label: str, nbytes: int) -> DiskRegion:
         """Return a region of `nbytes` zeros whose space on disk is allocated; `label` names it in errors.
@@ -142,13 +156,13 @@ class DiskStore:
             self._files.append(file)
         return DiskRegion(self, label, file, self._queue)
 
-    def free(self, region: DiskRegion) -> None:
-        """Free the disk space of `region`. No transfer of it may be in flight; later operations on it fail."""
+    def free(self, file: DiskFile) -> None:
+        """Free the disk space of a region's `file`. None of its transfers may be in flight; later ones fail."""
         with self._lock:
-            if region.file in self._files:
-                self._files.remove(region.file)
-                region.file.close()
-                os.unlink(region.path)
+            if file in self._files:
+                self._files.remove(file)
+                file.close()
+                os.unlink(file.path)
 
     def close(self) -> None:
         """Fail transfers in flight, end the threads and remove the files. Does nothing on a second call."""
@@ -156,29 +170,77 @@ class DiskStore:
             self._finalizer()
 
 
-def _close(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder) -> None:
+_stores: "weakref.WeakValueDictionary[tuple[str, bool], DiskStore]" = weakref.WeakValueDictionary()
+_open_files: "weakref.WeakValueDictionary[tuple[int, int], DiskRegion]" = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
+
+
+def store_at(path: str | os.PathLike[str], *, check: bool) -> DiskStore:
+    """Return the store of this process in the folder `path`; all whose reads are checked alike share it.
+
+    Raises DiskFailed as `DiskStore` does.
+    """
+    rank = distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else None
+    key = os.path.abspath(path), check
+    with _shared_lock:
+        found = _stores.get(key)
+        if found is None or found.is_closed:
+            found = _stores[key] = DiskStore(path, check=check, rank=rank)
+        return found
+
+
+class _Reader:
+    """The threads that read files of others; they end with the last region of such a file."""
+
+    def __init__(self) -> None:
+        self.queue = DiskQueue(_NUM_THREADS)
+        self.files: list[DiskFile] = []
+        weakref.finalize(self, _end, self.queue, self.files)
+
+
+def open_file(path: str) -> DiskRegion:
+    """Return the bytes of the existing file `path` as a region that is only read, in units of `DISK_PAGE_BYTES`.
+
+    Raises DiskFailed if the file cannot be read.
+    """
+    file = DiskFile.opened(path)
+    with _shared_lock:
+        found = _open_files.get(file.identity)
+        if found is not None:
+            file.close()
+            return found
+        reader = next((region.store for region in _open_files.values()), None)
+        reader = reader if isinstance(reader, _Reader) else _Reader()
+        reader.files.append(file)
+        region = _open_files[file.identity] = DiskRegion(reader, path, file, reader.queue, DISK_PAGE_BYTES)
+        return region
+
+
+def _end(queue: DiskQueue, files: list[DiskFile], folder: PrivateFolder | None = None) -> None:
     if queue.is_worker():  # the last transfer held the last reference to the store, and a thread cannot join itself
-        threading.Thread(target=_close, args=(queue, files, folder), daemon=True).start()
+        threading.Thread(target=_end, args=(queue, files, folder), daemon=True).start()
         return
     # A thread stuck in the kernel still uses its descriptor; after a close its bytes could go to another file.
     if queue.close():
         for file in files:
             file.close()
-    folder.remove()
+    if folder is not None:
+        folder.remove()
 
 
-def staging_buffers(num_buffers: int, nbytes: int) -> list[torch.Tensor]:
+def staging_buffers(num_buffers: int, nbytes: int, *, pin: bool = False) -> list[torch.Tensor]:
     """Return `num_buffers` uint8 tensors of `nbytes` on the host, at addresses that O_DIRECT accepts, in memory that no
     forked child shares.
 
     They are cut from one slab, starting at a multiple of 2 MiB, because private huge pages were written to disk twice
-    as fast as shared pages. Raises ValueError without a buffer, or for a negative size.
+    as fast as shared pages. With `pin`, an accelerator copies from them beside compute. Raises ValueError without a
+    buffer, or for a negative size.
     """
     if num_buffers < 1 or nbytes < 0:
         raise ValueError(f"{num_buffers} staging buffers of {nbytes} bytes: needs at least 1 buffer of 0 bytes or more")
     unit_bytes = DISK_PAGE_BYTES if nbytes < HUGE_PAGE_BYTES else HUGE_PAGE_BYTES
     stride_bytes = max(-(-nbytes // unit_bytes), 1) * unit_bytes
-    slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=False)
+    slab = Slab(num_buffers * stride_bytes + unit_bytes, pin=pin)
     slab.keep_from_children()
     first_bytes = -slab.tensor(torch.uint8, (1,), 0).data_ptr() % unit_bytes
     return [slab.tensor(torch.uint8, (nbytes,), first_bytes + index * stride_bytes) for index in range(num_buffers)]
@@ -234,9 +296,9 @@ class Piece:
 class ReadAhead:
     """A ring of `num_buffers` buffers of `nbytes`, and the pieces announced, read, used or written in it."""
 
-    def __init__(self, num_buffers: int, nbytes: int) -> None:
+    def __init__(self, num_buffers: int, nbytes: int, *, pin: bool = False) -> None:
         self.nbytes = nbytes
-        self._free = staging_buffers(num_buffers, nbytes)
+        self._free = staging_buffers(num_buffers, nbytes, pin=pin)
         self._announced: deque[Piece] = deque()
         self._num_writing = 0
         self._num_waiting = 0

@@ -167,7 +167,7 @@ class Executor:
                 for bucket in self.buckets if calls.is_last and trains and graph is self else ():
                     if self.gradients.sums.holds_any_of(bucket):
                         self.wait(self.reduce(bucket.spec.id, (), []))
-                        if bucket.is_on_host:
+                        if bucket.is_away:
                             self.offload(bucket.spec.id)  # the end of the backward waits for it
             return results
 

@@ -3,8 +3,12 @@
 import contextlib
 import threading
 import weakref
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,9 +17,12 @@ from elixir_compile.base.errors import (
     TooManyForwards,
 )
 from elixir_compile.base.process import Living
-from elixir_compile.ir import BucketRef, Lane, Verb, label
+from elixir_compile.ir import BucketRef, InnerVerb, Lane, Verb, label
+from elixir_compile.ir.cost import GATHER_STAGING_BYTES, NUM_GATHER_STAGING
 from elixir_compile.ir.schedule import ONCE, Calls
 from elixir_compile.runtime.bucket import RunningBucket
+from elixir_compile.runtime.disk_params import DiskBucket, ParamPiece
+from elixir_compile.runtime.disk_store import ReadAhead
 from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer
 from elixir_compile.runtime.recording import Ledger
@@ -47,6 +54,8 @@ class Gather(Transfer):
     graph: str
     """The captured graph that gathers."""
     is_called_off: bool = False
+    reading: "Future[None] | None" = None
+    """The call of `begin` on the thread that reads files; None if the home is memory."""
     _versions: list[int] | None = None
     """Versions of the parameters that were copied; None before the copy."""
     _is_held: bool = False
@@ -62,6 +71,8 @@ class Gather(Transfer):
         """Issue the copy if the worker has not, and return its event. Raises the update's exception if it failed."""
         if not self._is_held:
             self.bucket.queued.wait()
+            if self.reading is not None:
+                self.reading.result()
             with self._lock:
                 # The worker made no copy: the update failed and raised elsewhere, or this gather was called off.
                 if self._versions is None:
@@ -82,9 +93,90 @@ class Gather(Transfer):
             h2d.beside_compute(self.allocated),
             self.ledger.span(Lane.H2D, self.label, nbytes, graph=self.graph),
         ):
-            h2d.copy(self.flat, self.bucket.flat_home())
+            self._copy_home()
         self.event, self._versions = h2d.mark(), self.bucket.versions()
         self.bucket.home_read = self.event
+
+    def _copy_home(self) -> None:
+        """Issue the copies from the home to the flat buffer."""
+        self.lanes.h2d.copy(self.flat, self.bucket.flat_home())
+
+
+@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
+class DiskGather(Gather):
+    """The copy of a bucket from the disk, through the buffers of `reads`: the next pieces are read beside the copy of a
+    piece."""
+
+    pieces: Sequence[ParamPiece]
+    reads: ReadAhead
+
+    def _copy_home(self) -> None:
+        h2d = self.lanes.h2d
+        for piece in self.pieces:
+            own = piece.own_bytes(self.reads.take(piece))
+            try:
+                h2d.copy(self.flat[piece.target], own)
+                self.lanes.host_waits(h2d.mark())  # the next piece is read into another buffer meanwhile
+            finally:
+                self.reads.give_back(piece)
+
+
+class _Guess(NamedTuple):
+    """The pieces of a gather that was announced."""
+
+    bucket: "weakref.ref[DiskBucket]"
+    num_moves: int
+    pieces: Sequence[ParamPiece]
+
+    def is_right(self, bucket: DiskBucket) -> bool:
+        """Return whether the pieces are those of `bucket`, which was not written to another file since."""
+        return self.bucket() is bucket and self.num_moves == bucket.num_moves
+
+
+class GathersAhead:
+    """The pieces of the next gathers from the disk, announced to `reads` before the device has memory for them.
+
+    A step gathers as the step before, forward and backward, so two gathers in a row say which one follows. It is a
+    guess: if it is wrong, bytes were read that nobody takes.
+    """
+
+    def __init__(self, reads: ReadAhead, ledger: Ledger) -> None:
+        self.reads = reads
+        self._ledger = ledger
+        self._next: weakref.WeakValueDictionary[tuple[int, int], DiskBucket] = weakref.WeakValueDictionary()
+        """The bucket that came behind two others, by their ids."""
+        self._last = (0, 0)
+        self._announced: deque[_Guess] = deque()
+
+    def pieces_of(self, bucket: DiskBucket) -> Sequence[ParamPiece]:
+        """Return the pieces of `bucket`, whose gather begins, and announce those of gathers behind it."""
+        self._next[self._last] = bucket
+        self._last = self._last[1], id(bucket)
+        guess = self._announced.popleft() if self._announced else None
+        if guess is None or not guess.is_right(bucket):
+            self._announced.clear()
+            guess = self._announce(bucket)
+        last = self._last
+        for later in self._announced:
+            last = last[1], id(later.bucket())
+        # Behind as many pieces as there are buffers, no more are read before the first is taken.
+        while sum(len(later.pieces) for later in self._announced) < NUM_GATHER_STAGING:
+            following = self._next.get(last)
+            if following is None:
+                break
+            self._announced.append(self._announce(following))
+            last = last[1], id(following)
+        return guess.pieces
+
+    def _announce(self, bucket: DiskBucket) -> "_Guess":
+        read, pieces = label(InnerVerb.READ, BucketRef(bucket.spec.id)), bucket.pieces()
+        for number, piece in enumerate(pieces):
+            piece.begins = partial(self._timed, read, piece.nbytes, number)
+        self.reads.announce(pieces)
+        return _Guess(weakref.ref(bucket), bucket.num_moves, pieces)
+
+    def _timed(self, read: str, nbytes: int, number: int, _: InnerVerb) -> Callable[[], object]:
+        return self._ledger.begin(Lane.DISK, read, nbytes, piece=number)
 
 
 class Gathers:
@@ -93,6 +185,9 @@ class Gathers:
     def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
         self._lanes, self._ledger = lanes, ledger
         self._late: Living[Gather] = Living()
+        self._ahead: GathersAhead | None = None
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="elixir gathers")
+        """The thread that reads files; it starts with the first gather from the disk."""
 
     def begin(self, bucket: RunningBucket) -> Transfer:
         """Start copying `bucket` to the device; if an update of it is queued, the copy starts when the update ends."""
@@ -101,32 +196,50 @@ class Gathers:
             bucket.queued.wait()
             copy = bucket.current_copy()
             return Transfer(name, None, copy) if copy is not None else ShardGather(bucket, self._lanes, self._ledger)
-        if not bucket.is_on_host:
+        if not bucket.is_away:
             bucket.queued.wait()
         copy = bucket.current_copy() if bucket.queued.is_empty else None
         if copy is not None:
             return Transfer(name, None, copy)
         # Compute uses and frees it. The program waits for the copy before both.
-        flat = self._lanes.empty(bucket.flat_home().numel())
+        flat = self._lanes.empty(bucket.flat_bytes)
         self._ledger.takes(name, (flat,))
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
-        allocated = self._lanes.mark_compute()
-        gather = Gather(
-            name,
-            None,
-            values,
-            bucket=bucket,
-            flat=flat,
-            lanes=self._lanes,
-            ledger=self._ledger,
-            allocated=allocated,
-            graph=self._ledger.graph,
-        )
+        fields: dict[str, Any] = {
+            "bucket": bucket,
+            "flat": flat,
+            "lanes": self._lanes,
+            "ledger": self._ledger,
+            "allocated": self._lanes.mark_compute(),
+            "graph": self._ledger.graph,
+        }
+        if isinstance(bucket, DiskBucket):
+            return self._read(bucket, name, values, fields)
+        gather = Gather(name, None, values, **fields)
         if bucket.queued.follow(gather.begin):
             self._late.add(gather)
         else:
             gather.ensure_issued()
+        return gather
+
+    def _read(
+        self, bucket: DiskBucket, name: str, values: tuple[torch.Tensor, ...], fields: Mapping[str, Any]
+    ) -> DiskGather:
+        """Start reading `bucket` from the disk, behind the gathers before it; then those that came next before."""
+        bucket.check_unchanged()
+        if self._ahead is None:
+            reads = ReadAhead(NUM_GATHER_STAGING, GATHER_STAGING_BYTES, pin=self._lanes.pins)
+            self._ahead = GathersAhead(reads, self._ledger)
+        gather = DiskGather(name, None, values, pieces=self._ahead.pieces_of(bucket), reads=self._ahead.reads, **fields)
+        self._late.add(gather)
+        hand_over = self._lanes.hand_over()
+
+        def read_on() -> None:
+            hand_over()
+            gather.begin()
+
+        gather.reading = self._reader.submit(read_on)
         return gather
 
     def call_off(self) -> None:

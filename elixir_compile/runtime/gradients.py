@@ -330,7 +330,7 @@ class GradientAccumulator:
             return
         is_away = all(backward.pending[slot.key][1].device == slot.param.device for slot in own)
         # Adding to an earlier gradient on the host reads the offloaded gradient, whose copy must have arrived.
-        is_read = bucket.is_on_host and any(slot.param.grad is not None for slot in own)
+        is_read = bucket.is_away and any(slot.param.grad is not None for slot in own)
         if verb is Verb.OFFLOAD and is_read:
             return
         if is_away and not any(backward.goes_through_autograd(slot) for slot in own):
@@ -423,7 +423,7 @@ class GradientAccumulator:
             else:
                 self._lanes.touches((grad,), (own_shard(slot.param.grad),))
                 name, bucket = self._named(InnerVerb.ADD, slot), self._buckets.of(slot)
-                lane = Lane.HOST if bucket is not None and bucket.is_on_host else Lane.COMPUTE
+                lane = Lane.HOST if bucket is not None and bucket.is_away else Lane.COMPUTE
                 with self._ledger.span(lane, name, times=0, piece=sums[name]):
                     publish(slot.param, grad, self._new_fp32_sum(slot))
                 sums[name] += 1

@@ -203,8 +203,8 @@ class PlacedBuckets:
     def _place(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
         bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
-        self._move_home(bucket)
         bucket.disk = self.disk
+        self._move_home(bucket)
         bucket.queued.waiting = functools.partial(self._ledger.waits, label(Verb.WAIT, BucketRef(spec.id)))
         self._by_id[spec.id] = bucket
         self._by_slot.update((slot.key, bucket) for slot in slots)
@@ -218,7 +218,7 @@ class PlacedBuckets:
         to_host: list[Slot] = []
         settling: list[Slot] = []
         for slot, home in homes:
-            if home.param is Tier.HOST:
+            if home.param is not Tier.DEVICE:
                 to_host.append(slot)
             elif compat.is_lazy(slot.own):
                 settling.append(slot)

@@ -23,7 +23,7 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
-from elixir_compile.ir.cost import disk_staging_bytes
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
 from elixir_compile.search.problem import Problem, asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, regions, step_actions
 from elixir_compile.search.space.buckets import Level, host_bytes_of, placement_of
@@ -117,7 +117,9 @@ class Evaluator:
             facts.laps,
             self._ops,
         )
-        staging_bytes = disk_staging_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
+        there = [bucket for bucket in facts.buckets if bucket.id in problem.on_disk]
+        staging_bytes = disk_staging_bytes(own for own in there if own.trainable)
+        staging_bytes += gather_staging_bytes(own for own in there if not own.trainable)
         away_bytes = sum(interval.nbytes for interval in facts.offload_intervals)
         self.away_bytes = problem.calls.outstanding * away_bytes + staging_bytes
         """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
@@ -267,14 +269,32 @@ def _placements(facts: Facts) -> list[dict[Level, Placement]]:
     return [{level: placement_of(bucket, level) for level in Level} for bucket in facts.buckets]
 
 
+def may_go_to_disk(problem: Problem, buckets: Sequence[Bucket]) -> frozenset[BucketId]:
+    """Return those of `buckets`, which are all of a plan, whose state or frozen parameters may go to disk: frozen ones
+    only if all of them take more than the buffers that their gathers would need."""
+    found = [bucket for bucket in buckets if problem.may_go_to_disk(bucket)]
+    frozen = [bucket for bucket in found if not bucket.trainable]
+    are_some_there = any(bucket.id in problem.on_disk for bucket in buckets if not bucket.trainable)
+    are_more = sum(bucket.home_nbytes for bucket in frozen) > gather_staging_bytes(frozen)
+    return frozenset(bucket.id for bucket in found if bucket.trainable or are_some_there or are_more)
+
+
 def _host_bytes(facts: Facts) -> list[dict[Level, int]]:
     """Return the host bytes of each bucket at each level."""
-    problem = facts.problem
-    # If state may go to disk, it counts as no host memory: a relaxation, which `host_memory` corrects.
-    without_state = {bucket.id for bucket in facts.buckets} if problem.disk else problem.on_disk
+    problem, there = facts.problem, facts.problem.on_disk
+
+    def bytes_of(bucket: Bucket, *, may_go: bool) -> dict[Level, int]:
+        return {level: host_bytes_of(bucket, level, on_disk=may_go or bucket.id in there) for level in Level}
+
+    held = [bytes_of(bucket, may_go=False) for bucket in facts.buckets]
+    # What may go to disk counts as no host memory: a relaxation, which `planner.plan_with_disk` corrects. Frozen
+    # parameters do not if the host has room for everything in any case: their plans are those without a disk.
+    values_bytes = sum(storage.nbytes for storage in facts.graph.storages if storage.kind is not Kind.PARAM)
+    most_bytes = problem.calls.outstanding * values_bytes + sum(max(own.values()) for own in held)
+    has_room = most_bytes + max((own.work_nbytes for own in facts.buckets), default=0) <= problem.host_budget_bytes
+    may_go = may_go_to_disk(problem, facts.buckets)
     return [
-        {level: host_bytes_of(bucket, level, on_disk=bucket.id in without_state) for level in Level}
-        for bucket in facts.buckets
+        bytes_of(bucket, may_go=bucket.id in may_go and (bucket.trainable or not has_room)) for bucket in facts.buckets
     ]
 
 

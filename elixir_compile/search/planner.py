@@ -1,11 +1,12 @@
-"""Make a verified plan for a problem with the planner chosen by the user, and put optimizer state on disk if the host
-has no room for it.
+"""Make a verified plan for a problem with the planner chosen by the user, and put frozen parameters and optimizer state
+on disk if the host has no room for them.
 """
 
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -15,8 +16,8 @@ from elixir_compile.base.errors import InvalidOption, NoFeasiblePlan
 from elixir_compile.base.options import Planner
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
-from elixir_compile.ir import BucketId, Decision, Kind, Op, Plan, Tier
-from elixir_compile.ir.cost import disk_staging_bytes
+from elixir_compile.ir import Bucket, BucketId, BucketRef, Decision, Kind, Op, Plan, Tier, Verb
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.evaluator import (
     Candidate,
@@ -25,6 +26,7 @@ from elixir_compile.search.evaluator import (
     Evaluator,
     deadline_in,
     draft_at_use,
+    may_go_to_disk,
     too_large,
     uniform_modes,
 )
@@ -33,20 +35,24 @@ from elixir_compile.search.lean_calls import with_lean_calls
 from elixir_compile.search.outer import answer, decision, leaner
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, write_out
-from elixir_compile.search.space.buckets import with_larger_buckets
+from elixir_compile.search.space.buckets import moved_to_disk, with_larger_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.step.legality import verify
 from elixir_compile.step.prices import prices
 from elixir_compile.step.timeline import host_bytes, live_storages, plan_timeline
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Fit the host memory: choose the optimizer state that goes to disk, or count the fewest host bytes that are enough.
+# Fit the host memory: choose what goes to disk, or count the fewest host bytes that are enough.
 #
-# If the host has no room for all state off the device, and the problem allows state on disk:
+# If the host has no room for all frozen parameters and state off the device, and the problem allows them on disk:
 #
-#     1  search as if state took no host memory       a relaxation: its bound holds for every plan, with disk or without
-#     2  put the fewest bytes of state on disk        until the rest, and the staging buffers of the disk, fit the host
-#     3  search with all state in host memory         its plan is taken instead if there is one and it is faster
+#     1  search as if they took no host memory        a relaxation: its bound holds for every plan, with disk or without
+#     2  put the fewest bytes of them on disk         until the rest, and the staging buffers of the disk, fit the host
+#     3  search with all of them in host memory       its plan is taken instead if there is one and it is faster
+#
+# Frozen parameters go before state: nobody writes them. First go those of which the fewest bytes are read per byte of
+# host memory that is free then: a bucket that stays gathered is read once in a step, one that is released twice. Of
+# equal ones, the last in the forward goes first. They go only if they are more than the buffers that they need.
 #
 # The state of the buckets that the next forward reads last goes to disk first: buckets are updated in the order in
 # which the next forward reads them, and compute waits for the first ones. The second search runs only if the plan of
@@ -58,24 +64,27 @@ log = logging.getLogger("elixir_compile")
 
 
 def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    """Return the plan found by `search`, with the state on disk for which the host has no room, if `problem` allows it.
+    """Return the plan found by `search`, with the frozen parameters and the state on disk for which the host has no
+    room, if `problem` allows it.
 
     Raises NoFeasiblePlan if the host still has too little room.
     """
-    in_memory = replace(problem, disk=False)
+    in_memory = _in_memory(problem)
 
     def moved(found: Plan, asked: Problem = problem) -> Plan:
-        """Return `found` with the state on disk that the answer to `asked` puts there."""
+        """Return `found` with all that on disk that the answer to `asked` puts there."""
         return _moved(problem, found, going_to_disk(asked, found))
 
-    relaxed = search(problem if _may_add(problem) else in_memory)
-    going = going_to_disk(problem, relaxed)
-    if not going:
+    relaxed = search(problem)
+    going, there = going_to_disk(problem, relaxed), problem.on_disk
+    may_go = may_go_to_disk(problem, relaxed.buckets)
+    may_be_there = [bucket for bucket in relaxed.buckets if bucket.id in there or bucket.id in may_go]
+    if not going and (not may_be_there or host_bytes(relaxed) <= problem.host_budget_bytes):
         return relaxed
     with_disk = _moved(problem, relaxed, going)
     if host_bytes(with_disk) > problem.host_budget_bytes:
         # The staging buffers of the disk need room too: search beside them.
-        staging_bytes = disk_staging_bytes(with_disk.buckets)
+        staging_bytes = _staging_bytes(may_be_there)
         less = replace(
             problem,
             host_budget_bytes=problem.host_budget_bytes - staging_bytes,
@@ -88,7 +97,7 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
                 raise leaner(found, without).renewed()
             return moved(without, in_memory)
         with_disk = moved(_with_bounds_of(with_disk, found))
-    if problem.on_disk.issuperset(going):
+    if going and there.issuperset(going):
         return with_disk
     without = answer(search, in_memory)
     if isinstance(without, NoFeasiblePlan):
@@ -96,8 +105,8 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     without = moved(without, in_memory)
     if with_disk.prediction.step_s <= without.prediction.step_s:
         return with_disk
-    log.debug("%s: state on disk makes no shorter step", problem.name)
-    # Only the bound of the relaxation holds for plans with state on disk too.
+    log.debug("%s: the disk makes no shorter step", problem.name)
+    # Only the bound of the relaxation holds for plans with the disk too.
     return _with_bounds_of(with_disk, without)
 
 
@@ -107,55 +116,92 @@ def _with_bounds_of(relaxed: Plan, found: Plan) -> Plan:
 
 
 def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
-    """Return the buckets of `plan` whose state has to be on disk, in the order of `plan.buckets`.
+    """Return the buckets of `plan` whose state, or whose frozen parameters, have to be on disk, in the order of
+    `plan.buckets`.
 
-    They are the buckets in force with state on disk, and the fewest others with which the remaining state fits.
+    They are the buckets in force that are there, and the fewest others with which the remaining bytes fit.
     """
-    there, may_add = problem.on_disk, _may_add(problem)
-    order = [
-        bucket
-        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
-        if placement.optim is Tier.HOST and bucket.shard_state_nbytes()
-    ]
+    there, allowed, num_gathers = problem.on_disk, may_go_to_disk(problem, plan.buckets), _num_gathers(plan)
+    placed = zip(plan.buckets, plan.placements, strict=True)
+    order = [bucket for bucket, home in placed if home.optim is Tier.HOST and _freed_bytes(bucket)]
     chosen = [bucket for bucket in order if bucket.id in there]
-    over_bytes = host_bytes(plan) - problem.host_budget_bytes - sum(own.shard_state_nbytes() for own in chosen)
-    if chosen or (may_add and over_bytes > 0):
-        over_bytes += disk_staging_bytes(order)
-    for bucket in reversed(order):
-        if may_add and over_bytes > 0 and bucket.id not in there:
-            chosen.append(bucket)
-            over_bytes -= bucket.shard_state_nbytes()
-    # The last chosen bucket may be so large that the host has room for others.
-    for bucket in sorted(chosen, key=lambda bucket: bucket.shard_state_nbytes(), reverse=True):
-        if bucket.id not in there and over_bytes + bucket.shard_state_nbytes() <= 0:
+    kinds = [[bucket for bucket in order if bucket.trainable is is_trained] for is_trained in (False, True)]
+    over_bytes = host_bytes(plan) - problem.host_budget_bytes - sum(map(_freed_bytes, chosen))
+    over_bytes += sum(_staging_bytes(own) for own in kinds if not there.isdisjoint(bucket.id for bucket in own))
+    for own in kinds:
+        # Sorting keeps the order of the others: the last in the forward come first.
+        may_go = [bucket for bucket in reversed(own) if bucket.id not in there and bucket.id in allowed]
+        may_go.sort(key=lambda bucket: 0 if bucket.trainable else num_gathers[bucket.id])
+        if over_bytes > 0 and there.isdisjoint(bucket.id for bucket in own):
+            staging_bytes = _staging_bytes(own)
+            if not own or (not own[0].trainable and sum(map(_freed_bytes, may_go)) <= staging_bytes):
+                continue
+            over_bytes += staging_bytes if may_go else 0
+        for bucket in may_go:
+            if over_bytes > 0:
+                chosen.append(bucket)
+                over_bytes -= _freed_bytes(bucket)
+    # The last chosen bucket may be so large that the host has room for others: for state first, which is also written.
+    for bucket in sorted(chosen, key=lambda bucket: (not bucket.trainable, -_freed_bytes(bucket))):
+        if bucket.id not in there and over_bytes + _freed_bytes(bucket) <= 0:
             chosen.remove(bucket)
-            over_bytes += bucket.shard_state_nbytes()
+            over_bytes += _freed_bytes(bucket)
     ids = {bucket.id for bucket in chosen}
     return tuple(bucket.id for bucket in order if bucket.id in ids)
 
 
-def _may_add(problem: Problem) -> bool:
-    """Return whether more state may go to disk."""
-    return problem.disk and problem.hybrid
+def _freed_bytes(bucket: Bucket) -> int:
+    """Return the host bytes that are free if what may be on disk of `bucket` is there."""
+    return bucket.shard_state_nbytes() if bucket.trainable else bucket.home_nbytes
+
+
+def _staging_bytes(buckets: Sequence[Bucket]) -> int:
+    """Return the bytes of the buffers of the disk if what may be there of `buckets` is there."""
+    trained, frozen = ([own for own in buckets if own.trainable is is_trained] for is_trained in (True, False))
+    return disk_staging_bytes(trained) + gather_staging_bytes(frozen)
+
+
+def _num_gathers(plan: Plan) -> Counter[BucketId]:
+    """Return how often a step gathers each bucket, in a call."""
+    targets = (action.target for action in plan.schedules[0].actions if action.verb is Verb.GATHER)
+    return Counter(target.bucket for target in targets if isinstance(target, BucketRef))
+
+
+def _in_memory(problem: Problem) -> Problem:
+    """Return `problem` without more state or parameters on disk than there are already."""
+    params = problem.params
+    if any(param.in_file for param in params.values()):
+        params = {name: replace(param, in_file=False) for name, param in params.items()}
+    return replace(problem, disk=False, params=params)
 
 
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
-    """Return `plan` with the state of the buckets `going` on disk, a decision for each, and a new prediction."""
+    """Return `plan` with what may be on disk of the buckets `going` there, a decision for each, and a new
+    prediction."""
     if not going:
         return plan
     price, base_bytes = prices(problem.graph, plan.buckets, problem.cluster), problem.host_base_bytes
     host, budget = (format_bytes(nbytes + base_bytes) for nbytes in (host_bytes(plan), problem.host_budget_bytes))
-    full = f"with all state in memory the host would hold {host} of {budget}"
-    found: list[Decision] = []
+    num_gathers, found = _num_gathers(plan), list[Decision]()
     for bucket in plan.buckets:
-        if bucket.id in going:
-            disk_s, update_s = price.disk_s[bucket.id], price.host_update_s[bucket.id]
-            why = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
-            copied = f"{format_bytes(bucket.shard_state_nbytes())} are read and written in {format_s(disk_s)}"
-            found.append(decision(bucket.id, "optim disk", why, copied, cost_s=disk_s - update_s))
+        if bucket.id not in going:
+            continue
+        freed = format_bytes(_freed_bytes(bucket))
+        if bucket.trainable:
+            what, disk_s, cost_s = "state", price.disk_s[bucket.id], price.disk_s[bucket.id]
+            choice, copied = "optim disk", f"{freed} are read and written in {format_s(disk_s)}"
+            cost_s -= price.host_update_s[bucket.id]
+        else:
+            what, disk_s = "state and frozen parameters", price.reads[bucket.id][0]
+            times = num_gathers[bucket.id]
+            choice, copied = "param disk", f"{freed} are read in {format_s(disk_s)} for each gather, {times} in a step"
+            cost_s = times * (disk_s - price.h2d_s[bucket.id])
+        full = f"with all {what} in memory the host would hold {host} of {budget}"
+        why = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
+        found.append(decision(bucket.id, choice, why, copied, cost_s=cost_s))
     placements = tuple(
-        replace(placement, optim=Tier.DISK, streamed=False) if placement.bucket in going else placement
-        for placement in plan.placements
+        moved_to_disk(bucket, placement) if bucket.id in going else placement
+        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
     )
     made = replace(plan, placements=placements)
     return replace(made, prediction=predicted(problem, made)[0], decisions=(*plan.decisions, *found))
@@ -228,10 +274,12 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
         else:
             refused_bytes = tried_bytes
     disk_bytes = 0
-    may_add = problem.hybrid and not problem.disk
-    if may_add and isinstance(answer(search, replace(problem, disk=True)), Plan):
-        placed = zip(found.buckets, found.placements, strict=True)
-        disk_bytes = sum(bucket.shard_state_nbytes() for bucket, home in placed if home.optim is Tier.HOST)
+    with_folder = replace(problem, disk=True)
+    placed = zip(found.buckets, found.placements, strict=True)
+    may_go = may_go_to_disk(with_folder, found.buckets)
+    more = [own for own, home in placed if home.optim is Tier.HOST and own.id in may_go]
+    if more and not problem.disk and isinstance(answer(search, with_folder), Plan):
+        disk_bytes = sum(map(_freed_bytes, more))
     return NoFeasiblePlan(
         "",
         "",

@@ -72,7 +72,8 @@ class Problem:
     """Whether buckets and activations may move if everything fits where it is, for a step that is more than 1 %
     shorter. True for a machine given by name; False on the machine at hand."""
     disk: bool = False
-    """Whether the hybrid optimizer may put more state on disk; state in force on disk stays there in any case."""
+    """Whether a folder is given for more state of the hybrid optimizer, and for more frozen parameters (see
+    `may_go_to_disk`); what is in force on disk stays there in any case."""
     fractions: Fractions | None = field(default=None, metadata=LEFT_OUT)
     """The placement that the user fixed; None if the planner may choose. Buckets in force that moved from the device
     already stay where they are."""
@@ -155,11 +156,11 @@ class Problem:
                 )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
-        for placement in self.placements:
-            if placement.param is Tier.DISK:
+        for bucket, placement in zip(self.buckets, self.placements, strict=True):
+            if placement.param is Tier.DISK and bucket.trainable:
                 raise InvalidPlan(
-                    f"problem {self.name}: parameters of bucket {placement.bucket} are on disk, which is not planned "
-                    "for."
+                    f"problem {self.name}: parameters of bucket {placement.bucket}, which are trained, are on disk, "
+                    "which is planned for frozen ones only."
                 )
 
     @property
@@ -199,9 +200,21 @@ class Problem:
         """The number of shards of a parameter."""
         return self.cluster.num_ranks // self.num_copies
 
+    def may_go_to_disk(self, bucket: Bucket) -> bool:
+        """Return whether the state of `bucket`, or its parameters if they are frozen, may go to disk if the host has no
+        room.
+
+        State needs a folder, and the hybrid optimizer. Frozen parameters of a single rank need a folder, or lie in
+        files of their own.
+        """
+        if bucket.trainable:
+            return self.disk and self.hybrid
+        are_in_files = all(name in self.params and self.params[name].in_file for name in bucket.params)
+        return self.cluster.num_ranks == 1 and (self.disk or are_in_files)
+
     @property
     def on_disk(self) -> frozenset[BucketId]:
-        """Buckets in force whose state is on disk."""
+        """Buckets in force whose state, or frozen parameters, are on disk."""
         return frozenset(placement.bucket for placement in self.placements if placement.optim is Tier.DISK)
 
 

@@ -665,7 +665,7 @@ def _count_if_over(name: str, model: ManagedModel) -> None:
     `name` is the class of the last optimizer."""
     executor = model.executor
     nbytes = executor.plain_state.all_by_name()
-    on_host = {slot.name for bucket in executor.buckets if bucket.is_on_host for slot in bucket.slots}
+    on_host = {slot.name for bucket in executor.buckets if bucket.is_away for slot in bucket.slots}
     unplanned_bytes = sum(own for param, own in nbytes.items() if param in on_host)
     plans = [graph.active.plan for graph in model.graphs if not (graph.is_inference or graph.is_superseded)]
     over = [plan for plan in plans if plan.prediction.device_peak_bytes + unplanned_bytes > plan.budget_bytes]

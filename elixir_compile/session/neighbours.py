@@ -52,7 +52,7 @@ def device_bytes(executor: Executor, leaving_out: Collection[str] = ()) -> int:
         if slot.name in leaving_out:
             continue
         bucket = executor.buckets.of(slot)
-        total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_on_host) else 0
+        total += slot.own_nbytes if slot.own.device == executor.device and not (bucket and bucket.is_away) else 0
         if bucket is not None:
             total += _share(slot, bucket, _resting_bytes(bucket, Kind.MOMENT))
     return total
@@ -76,7 +76,7 @@ def state_bytes(executor: Executor, params: Iterable[torch.Tensor]) -> int:
 def on_device_bytes(executor: Executor) -> int:
     """Return the bytes of parameters that are on the device now."""
     there = (slot for slot in executor.slots.values() if slot.own.device == executor.device)
-    return sum(slot.own_nbytes for slot in there if not ((bucket := executor.buckets.of(slot)) and bucket.is_on_host))
+    return sum(slot.own_nbytes for slot in there if not ((bucket := executor.buckets.of(slot)) and bucket.is_away))
 
 
 def training_bytes(executor: Executor) -> int:

@@ -39,8 +39,12 @@ def disk_of(options: Options) -> tuple[Path, bool] | None:
 
 
 def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
-    """Raise InvalidOption if `plan` keeps optimizer state on disk and `disk` names no folder for it."""
-    there = [placement.bucket for placement in plan.placements if placement.optim is Tier.DISK]
+    """Raise InvalidOption if `plan` keeps optimizer state on disk and `disk` names no folder for it.
+
+    Not for frozen parameters there: they may lie in files of their own.
+    """
+    homes = ((home.bucket, home.param, home.optim) for home in plan.placements)
+    there = [bucket for bucket, param, optim in homes if optim is Tier.DISK and param is not Tier.DISK]
     if there and disk is None:
         some = ", ".join(there[:4]) + (f" and {len(there) - 4} more" if len(there) > 4 else "")
         raise InvalidOption(

@@ -28,6 +28,7 @@ from elixir_compile.graph.ops.shards import rows_of
 from elixir_compile.ir import ONCE, Bucket, Calls, Param, Placement, Saving, StepGraph, StorageId, Update
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
+from elixir_compile.runtime.disk_params import file_ranges
 from elixir_compile.runtime.distributed.control import Peers
 from elixir_compile.runtime.distributed.ranks import Ranks
 from elixir_compile.runtime.executor import Executor
@@ -345,6 +346,8 @@ def problem_of(
         )
     held_bytes = bytes_beside(executor, own, options, external, is_training=is_training)
     params = _params_of(slots, ranks, known, plain_state, is_training=is_training, is_cpu=is_cpu)
+    if ranks is None and options.frozen_files and options.host_memory is not None:
+        params = _with_files(params, [slot for slot in slots if not params[StorageId(slot.name)].is_trained])
     memory = Memory(
         budget_bytes=device_budget_bytes(options, cluster, executor.device, device_bytes(executor), peers),
         base_bytes=held_bytes + library_bytes(executor.device),
@@ -434,6 +437,13 @@ def _params_of(
             param = replace(param, shard_numels=numels, is_uneven=is_uneven)
         found[StorageId(slot.name)] = param
     return found
+
+
+def _with_files(params: Mapping[StorageId, Param], frozen: Sequence[Slot]) -> Mapping[StorageId, Param]:
+    """Return `params` with a note of those of the slots `frozen` whose memory maps a file."""
+    ranges = file_ranges(slot.own for slot in frozen)
+    mapped = [StorageId(slot.name) for slot, own in zip(frozen, ranges, strict=True) if own is not None]
+    return {**params, **{name: replace(params[name], in_file=True) for name in mapped}}
 
 
 def savings_of(options: Options) -> frozenset[Saving]:

@@ -205,7 +205,10 @@ def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
 
 
 def bucket_host_bytes(bucket: Bucket, placement: Placement) -> int:
-    """Return the bytes of `bucket` on the host of this rank: parameters, gradients and state, or their staging."""
+    """Return the bytes of `bucket` on the host of this rank: parameters, gradients and state, or their staging.
+
+    Parameters on the disk take none: whoever reads them outside of a step reads a mapping of their file.
+    """
     both_bytes = bucket.home_nbytes + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
     total = both_bytes if placement.param is Tier.HOST else 0
     if placement.optim is not Tier.DEVICE:

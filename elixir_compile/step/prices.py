@@ -11,6 +11,7 @@ from itertools import accumulate
 
 from elixir_compile.ir.bucket import Activations, Bucket, sharded_buckets
 from elixir_compile.ir.cost import (
+    GATHER_STAGING_BYTES,
     Measured,
     StreamedCopies,
     add_bytes,
@@ -19,6 +20,7 @@ from elixir_compile.ir.cost import (
     collective_s,
     copy_s,
     corrected_s,
+    disk_read_s,
     disk_s,
     host_memory_s,
     is_free,
@@ -96,6 +98,8 @@ class Prices:
     memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """Reading a bucket's state from the disk and writing it back."""
+    reads: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Reading a frozen bucket's parameters from the disk for a gather, and the number of pieces in which they come."""
     streams: Mapping[tuple[str, Tier], StreamedCopies] = field(default_factory=dict)
     """The copies of a streamed update to the device and back, by bucket and home of its parameters."""
     add_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class Prices:
 
     of_deed: Mapping[Deed, Mapping[str, tuple[float, float]]] = field(init=False, repr=False, compare=False)
     """The seconds of each work that has some, and those of host memory in it, by what it does and its bucket or group.
-    Regions and streamed copies are not in it."""
+    Regions, streamed copies and gathers from the disk are not in it."""
 
     def __post_init__(self) -> None:
         copies_s, updates_s, adds_s = self.memory.copy_s, self.memory.update_s, self.memory.add_s
@@ -203,6 +207,7 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
+        reads={bucket.id: _read(bucket, cluster) for bucket in buckets if not bucket.trainable},
         lane_of=lane_of,
         sharded=sharded_buckets(buckets),
         summed=frozenset(bucket.id for bucket in buckets if bucket.sum_nbytes),
@@ -220,6 +225,12 @@ def prices(
             for home in (Tier.DEVICE, Tier.HOST)
         },
     )
+
+
+def _read(bucket: Bucket, cluster: Cluster) -> tuple[float, int]:
+    """Return the seconds in which the parameters of `bucket` are read from the disk, and the number of pieces."""
+    nbytes = bucket.flat_nbytes
+    return disk_read_s(nbytes, cluster), max(-(-nbytes // GATHER_STAGING_BYTES), 1)
 
 
 def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster: Cluster) -> HostMemory:

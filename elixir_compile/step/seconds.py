@@ -12,6 +12,10 @@ Here an instant is a time, and each work ends its seconds after the last of what
 A lane takes its works in the order of issue. The thread of the updates issues copies when its updates end: they take
 their lane then, behind all that the program has issued there until then.
 
+The disk is one lane too: gathers of frozen parameters read there, and updates of state read and write there. It does
+them in the order of issue, so a gather waits for all queued updates that are issued before it; a real disk also reads
+for a gather between two of them.
+
 If a link does not overlap compute, its copies run on the compute lane. If neither direction overlaps, device and host
 are the same cores and the same memory, and updates by the host run there too. A streamed update is priced alone: it
 blocks compute during its copies, bucket by bucket. Only where whole tensors are updated, whose products may take longer
@@ -45,7 +49,7 @@ from typing import Any, NamedTuple
 
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.ir.bucket import Placement
-from elixir_compile.ir.cost import Measured, StreamedCopies
+from elixir_compile.ir.cost import NUM_GATHER_STAGING, Measured, StreamedCopies
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import BucketId, Lane, OpId, RegionId, Update, Verb
@@ -61,6 +65,7 @@ from elixir_compile.step.works import (
     COLLECTIVES,
     COMPUTE,
     D2H,
+    DISK,
     FIRST_OWN,
     H2D,
     NEVER,
@@ -180,8 +185,11 @@ class Player:
         lane_of = price.lane_of
         self._lane_of = {actor: actor if lane_of[lane] is lane else COMPUTE for actor, lane in _LANES.items()}
         self._h2d, self._host = self._lane_of[H2D], self._lane_of[UPDATES]
+        self._priced = {do: own for do, own in price.of_deed.items() if do is not Do.UPDATE_ON_DISK}
         self.over_s: list[float] = []
         """When each instant is."""
+        self._ring = slice(0, 0)
+        """The instants when the buffers of the ring of gathers are free, the earliest first."""
         self.memory_s = 0.0
         """Seconds of host memory, at its full rate, for all copies and updates of the step so far."""
         self.stalled_s = self.short_s = 0.0
@@ -224,7 +232,9 @@ class Player:
                 own.leaving = [groups[group] for group, _ in beside.leaving]
                 for group in own.arriving:
                     group.arrives_in_slices = True
-        num_instants = FIRST_OWN + NUM_OWN * (len(buckets) + len(groups))
+        first_of_ring = FIRST_OWN + NUM_OWN * (len(buckets) + len(groups))
+        num_instants = first_of_ring + NUM_GATHER_STAGING
+        self._ring = slice(first_of_ring, num_instants)
         self.over_s = [0.0] * (PROGRAM + 1) + [_LONG_AGO_S] * (num_instants - PROGRAM - 1)
         walk = Walk(
             buckets,
@@ -243,7 +253,7 @@ class Player:
         """Simulate `works`."""
         over_s, waiting, draws, h2d = self.over_s, self._waiting, self.drawing is not None, self._h2d
         run_s: Mapping[Any, float] = self.run_s
-        priced, run, wait = self.price.of_deed, Do.RUN, Do.WAIT
+        priced, run, wait = self._priced, Do.RUN, Do.WAIT
         for work in works:
             actor, do, name, after, over, _, _, _, _, _ = work
             if do is wait:
@@ -279,8 +289,7 @@ class Player:
         over_s, host, before_s = self.over_s, self._host, self.over_s[PROGRAM]
         begin_s = max(begin_s, over_s[host])
         over_s[host] = over_s[PROGRAM] = over_s[work.over] = end_s = begin_s + seconds
-        if self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, end_s)
+        self._draw(work.do, work.name, begin_s, end_s)
         if work.do is not Do.ADD_ON_HOST:
             self._stall(end_s, before_s)
 
@@ -295,6 +304,10 @@ class Player:
             self._await(work.name, after[0], after[1])
         elif do is Do.LATE_GATHER:
             self._gather_late(work)
+        elif do is Do.GATHER_FROM_DISK:
+            self._gather_from_disk(work)
+        elif do is Do.UPDATE_ON_DISK:
+            self._update_on_disk(work)
         elif do is Do.LATE_RETURN:
             heappush(self._waiting, Arrival(over_s[after[0]], work.name, 0.0, work.over, False))
             self._late.add(work.name)
@@ -312,8 +325,7 @@ class Player:
             over_s[work.actor] = over_s[work.over] = end_s = begin_s + copies.there_s
             update_s = self.price.device_update_s[work.name]
             self._streamed_since_s = end_s - copies.there_s + copies.first_s + update_s / copies.num_pieces
-            if self.drawing is not None:
-                self._draw(do, work.name, begin_s, end_s)
+            self._draw(do, work.name, begin_s, end_s)
         elif do is Do.STREAM_BACK:
             self._stream_back(work)
         elif do is Do.BEGIN_LAPS or do is Do.END_LAPS:
@@ -327,6 +339,52 @@ class Player:
                 self._draw(do, work.name, begin_s, begin_s + seconds)
         elif (do is Do.RELEASE or do is Do.ADD_UP) and self.drawing is not None:
             self._draw(do, work.name, over_s[COMPUTE], over_s[COMPUTE])
+
+    # The disk.
+
+    def _gather_from_disk(self, work: Work) -> None:
+        """Copy each piece of a bucket to the device when it is read, as far ahead as the ring has buffers.
+
+        ```text
+          disk      |-0-|-1-|-2-|-3-|       |-4-|-5-|        four buffers: 4 is read when 0 has left
+          h2d                               |0|1|2|3||4| |5| behind the compute that makes room on the device
+        ```
+        """
+        over_s, ring, (read_s, num_pieces) = self.over_s, self._ring, self.price.reads[work.name]
+        if self._waiting and work.actor == self._h2d:
+            self._land_due()
+        copied_s, program_s = self.price.h2d_s[work.name] / num_pieces, over_s[PROGRAM]
+        end_s = max(over_s[work.actor], program_s, *(over_s[instant] for instant in work.after))
+        begins_s: list[tuple[float, float]] = []
+        for _ in range(num_pieces):
+            free_s, *later_s = over_s[ring]
+            since_s = max(over_s[DISK], free_s, program_s)
+            over_s[DISK] = since_s + read_s / num_pieces
+            begins_s.append((since_s, max(end_s, over_s[DISK])))
+            end_s = begins_s[-1][1] + copied_s
+            over_s[ring] = [*later_s, end_s]
+        over_s[work.actor] = over_s[work.over] = end_s
+        self.memory_s += 2 * self.price.memory.copy_s.get(work.name, 0.0)  # the disk writes what the copy reads
+        self._draw(Do.READ_PARAMS, work.name, begins_s[0][0], over_s[DISK])
+        self._draw(work.do, work.name, begins_s[0][1], end_s)
+
+    def _update_on_disk(self, work: Work) -> None:
+        """Update by the host while the disk, behind all that it does already, reads the state and writes it."""
+        over_s, disk_s = self.over_s, self.price.disk_s[work.name]
+        seconds, memory_s = self.price.of_deed[work.do][work.name]
+        lane = self._host if work.actor == PROGRAM else work.actor
+        begin_s = max(over_s[lane], over_s[PROGRAM], *(over_s[instant] for instant in work.after))
+        busy_s = max(over_s[DISK] - begin_s, 0.0) + disk_s
+        seconds, over_s[DISK] = max(seconds, busy_s), begin_s + busy_s
+        if work.actor == PROGRAM:
+            self._do_on_host(work, begin_s, seconds)
+        else:
+            over_s[lane] = over_s[work.over] = end_s = begin_s + seconds
+            self._draw(work.do, work.name, begin_s, end_s)
+        self.memory_s += memory_s
+        half_s = over_s[DISK] - disk_s / 2
+        self._draw(Do.READ, work.name, over_s[DISK] - disk_s, half_s)
+        self._draw(Do.WRITE, work.name, half_s, over_s[DISK])
 
     # Streamed updates.
 
@@ -343,8 +401,7 @@ class Player:
             over_s[COMPUTE] = max(over_s[COMPUTE], end_s)
         placement = self._placements[BucketId(work.name)]
         self.memory_s += self.price.memory.stream_s.get((work.name, placement.param), 0.0)
-        if self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, end_s)
+        self._draw(work.do, work.name, begin_s, end_s)
 
     def _stream_whole_there(self, work: Work, copies: StreamedCopies) -> None:
         """Copy whole tensors to the device, each into a room that one before it has left, beside the updates.
@@ -366,8 +423,7 @@ class Player:
         self._streamed_since_s = first_s
         # The piece before the last one leaves while that is updated; with a single piece, the bucket before does.
         self._room_s = max(over_s[self._lane_of[D2H]], last_s - each_s + copies.last_s)
-        if self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, begin_s + copies.there_s)
+        self._draw(work.do, work.name, begin_s, begin_s + copies.there_s)
 
     def _streams(self, name: str) -> StreamedCopies:
         return self.price.streams[name, self._placements[BucketId(name)].param]
@@ -428,8 +484,7 @@ class Player:
         begin_s = max(over_s[h2d], since_s, allocated_s)
         over_s[h2d] = over_s[over] = end_s = begin_s + seconds
         self.memory_s += memory_s
-        if self.drawing is not None:
-            self._draw(Do.GATHER if is_gathered else Do.RETURN, name, begin_s, end_s)
+        self._draw(Do.GATHER if is_gathered else Do.RETURN, name, begin_s, end_s)
         return since_s
 
     # Steps.
@@ -471,16 +526,12 @@ class Player:
     def meet(self, work: Work, begin_s: float, seconds: float) -> None:
         """Let the collective begin at `begin_s` and take `seconds`, as on all ranks."""
         self.over_s[work.actor] = self.over_s[work.over] = begin_s + seconds
-        if self.drawing is not None:
-            self._draw(work.do, work.name, begin_s, begin_s + seconds)
+        self._draw(work.do, work.name, begin_s, begin_s + seconds)
 
     def _draw(self, do: Deed, name: str, begin_s: float, end_s: float) -> None:
-        assert self.drawing is not None, "only a player with a drawing draws"
-        self.drawing.add(do, name, begin_s, end_s)
-        if do is Do.UPDATE_ON_DISK:
-            half_s = self.price.disk_s[name] / 2
-            self.drawing.add(Do.READ, name, end_s - 2 * half_s, end_s - half_s)
-            self.drawing.add(Do.WRITE, name, end_s - half_s, end_s)
+        """Add a span to the drawing, if there is one."""
+        if self.drawing is not None:
+            self.drawing.add(do, name, begin_s, end_s)
 
 
 def simulate(graph: StepGraph, plan: Plan, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> Record:

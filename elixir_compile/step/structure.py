@@ -140,9 +140,11 @@ LEGAL_HOMES = frozenset(
         (Tier.DEVICE, Tier.DISK),
         (Tier.HOST, Tier.HOST),
         (Tier.HOST, Tier.DISK),
+        (Tier.DISK, Tier.DISK),
     }
 )
-"""The homes of parameters and of optimizer state in legal placements."""
+"""The homes of parameters and of optimizer state in legal placements. Only frozen parameters of a single rank may be on
+the disk."""
 
 
 def check_buckets(graph: StepGraph, plan: Plan) -> None:
@@ -154,7 +156,7 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
     num_ranks = len(plan.schedules) if len(plan.schedules) > 1 else plan.num_ranks
     gradients = {storage.of for storage in graph.storages if storage.of is not None}
     for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
-        sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement)
+        sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement, num_ranks)
         if bucket.id in seen:
             sentence = f"{bucket.id} is listed twice."
         elif bucket.id in grads:
@@ -191,10 +193,14 @@ def _bucket_fault(
     return None
 
 
-def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
+def _home_fault(bucket: Bucket, placement: Placement, num_ranks: int) -> str | None:
     homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
     if (placement.param, placement.optim) not in LEGAL_HOMES:
         return f"{bucket.id} has its {homes}, which is not supported."
+    if placement.param is Tier.DISK and (bucket.trainable or num_ranks > 1):
+        whose = f"{bucket.id} is trained and" if bucket.trainable else f"In a plan of {num_ranks} ranks {bucket.id}"
+        which = "which is not supported: only frozen ones of a single rank may be there"
+        return f"{whose} has its parameters on the disk, {which}."
     if placement.optim is Tier.DISK and placement.streamed:
         return f"{bucket.id} streams its optimizer state from the disk, which is not supported."
     if placement.streamed and not (bucket.trainable and bucket.state_nbytes):

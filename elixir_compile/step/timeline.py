@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
 from elixir_compile.ir.bucket import takes_device
-from elixir_compile.ir.cost import disk_staging_bytes, ring_s, stream_bytes
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes, ring_s, stream_bytes
 from elixir_compile.ir.graph import StepGraph, Storage
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import Kind, Saving
@@ -171,11 +171,12 @@ def host_bytes(plan: Plan) -> int:
     """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations, and the
     work space of an update."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
-    on_disk = [bucket for bucket, placement in placed if placement.optim is Tier.DISK]
+    on_disk = [own for own, home in placed if home.optim is Tier.DISK and home.param is not Tier.DISK]
     # Updates on the host come one after another.
     works = [own.work_nbytes for own, home in placed if own.trainable and not takes_device(own, home)]
-    staging_bytes = away_bytes(plan) + disk_staging_bytes(on_disk) + max(works, default=0)
-    return staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
+    gathered = [own for own, home in placed if home.param is Tier.DISK]
+    staging_bytes = disk_staging_bytes(on_disk) + gather_staging_bytes(gathered) + max(works, default=0)
+    return away_bytes(plan) + staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
 
 
 def away_bytes(plan: Plan) -> int:
@@ -278,6 +279,7 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
 # The bytes that works of a step move, as a ledger counts them in a run.
 #
 #   gather b1 on h2d            the parameters of the bucket, or the padded shard of a rank
+#   read b1 on disk             the parameters of the bucket, for a gather
 #   gather b1 on gather         the flat buffer of all ranks
 #   offload b1.grad on d2h      the gradients that the step makes
 #   gather b1.state on h2d      statistics, and parameters and gradients too if their home is the host
@@ -296,6 +298,8 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
         there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
         moved_bytes = {
             Do.GATHER: bucket.flat_shard_nbytes,
+            Do.GATHER_FROM_DISK: bucket.flat_nbytes,
+            Do.READ_PARAMS: bucket.flat_nbytes,
             Do.RETURN: bucket.flat_shard_nbytes,
             Do.STAGE: bucket.shard_nbytes(),
             Do.ALL_GATHER: bucket.flat_nbytes,

@@ -41,15 +41,7 @@ from typing import Any, NamedTuple
 from elixir_compile.ir.bucket import Placement, sharded_buckets
 from elixir_compile.ir.kinds import BucketId, GroupId, InnerVerb, Lane, RegionId, Saving, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan
-from elixir_compile.ir.schedule import (
-    BucketRef,
-    GradientRef,
-    GroupRef,
-    RegionRef,
-    StateRef,
-    Target,
-    label,
-)
+from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, StateRef, Target, label
 from elixir_compile.step.liveness import may_end_forward
 
 Instant = int
@@ -63,10 +55,10 @@ A process group of torch does its collectives in the order of issue: that of NCC
 that do not block (torch 2.11 to 2.13). Gathers and reduces are collectives of one group, the ranks that share a bucket,
 and averages those of another, the ranks with the same shard. The ledger and the record have a lane for each kind of
 collective nevertheless, gathers and reductions."""
-NOWHERE, NEVER, ROOMS, STREAMED = range(7, 11)
+NOWHERE, NEVER, ROOMS, STREAMED, DISK = range(7, 12)
 """What nobody reads; what never comes; when the rooms of streamed updates are allocated, and when the state of one has
-arrived on the device."""
-FIRST_OWN, NUM_OWN = 11, 6
+arrived on the device; when the disk has done all that it was asked for."""
+FIRST_OWN, NUM_OWN = 12, 6
 """The first instant of a bucket or group, and how many each has at most."""
 
 
@@ -125,6 +117,8 @@ class Do:
     """Run a region beside slices that pass: up to its last micro-batch, if slices arrive; else the first."""
     END_LAPS = Deed(Lane.COMPUTE, Verb.RUN, RegionRef)
     GATHER = Deed(Lane.H2D, Verb.GATHER, BucketRef)
+    GATHER_FROM_DISK = Deed(Lane.H2D, Verb.GATHER, BucketRef)
+    """`GATHER` beside which parameters are read, in pieces: `READ_PARAMS`. The first may be copied when it is there."""
     ALL_GATHER = Deed(Lane.GATHER, Verb.GATHER, BucketRef)
     REDUCE = Deed(Lane.REDUCE, Verb.REDUCE, BucketRef)
     AVERAGE = Deed(Lane.REDUCE, InnerVerb.AVERAGE, BucketRef)
@@ -146,6 +140,7 @@ class Do:
     STREAM_THERE = Deed(Lane.H2D, Verb.GATHER, StateRef, in_update=True)
     STREAM_UPDATE = Deed(Lane.COMPUTE, Verb.UPDATE, BucketRef, in_update=True)
     STREAM_BACK = Deed(Lane.D2H, Verb.OFFLOAD, StateRef, in_update=True)
+    READ_PARAMS = Deed(Lane.DISK, InnerVerb.READ, BucketRef)
     READ = Deed(Lane.DISK, InnerVerb.READ, StateRef, in_update=True)
     WRITE = Deed(Lane.DISK, InnerVerb.WRITE, StateRef, in_update=True)
 
@@ -626,6 +621,8 @@ class Walk:
             if not bucket.is_queued:
                 self._await_update(bucket)
             do, behind = (Do.LATE_GATHER, (bucket.done, after)) if bucket.is_queued else (Do.GATHER, (after,))
+            if bucket.placement.param is Tier.DISK:  # frozen, so that no update is in its way
+                do, behind = Do.GATHER_FROM_DISK, (after,)
             self._do(self._h2d, do, name, behind, bucket.gathered, (own,), (Memory.COPY,))
             return
         self._await_update(bucket)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from elixir_compile.ir import BackwardOrder, Calls, Kind, Phase, Plan, StepGraph, Update, Verb
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
-from elixir_compile.ir.cost import disk_staging_bytes
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
 from elixir_compile.ir.kinds import Saving, Tier
 from elixir_compile.ir.schedule import BucketRef, GradientRef, GroupRef, RegionRef, Target
 from elixir_compile.step.as_run import as_run
@@ -284,14 +284,17 @@ class _Walk:
 
     def host_bytes(self) -> int:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())
-        total_bytes += disk_staging_bytes(b for b in self.plan.buckets if self.homes[b.id].optim is Tier.DISK)
+        on_disk = [bucket for bucket in self.plan.buckets if self.homes[bucket.id].optim is Tier.DISK]
+        gathered = [bucket for bucket in on_disk if self.homes[bucket.id].param is Tier.DISK]
+        total_bytes += disk_staging_bytes(b for b in on_disk if b not in gathered) + gather_staging_bytes(gathered)
         by_host = [b for b in self.plan.buckets if self.homes[b.id].update is Tier.HOST and b.trainable]
         total_bytes += max((self.work(bucket) for bucket in by_host if not self.is_cpu(bucket)), default=0)
         for bucket in self.plan.buckets:
             home = self.homes[bucket.id]
             if home.optim is not Tier.DEVICE:
                 # Parameters or their staging; gradients or theirs; state that is not on disk.
-                total_bytes += own_param_bytes(bucket) + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
+                total_bytes += own_param_bytes(bucket) if home.param is not Tier.DISK else 0
+                total_bytes += bucket.shard_grad_nbytes() if bucket.trainable else 0
                 total_bytes += _sum_host_bytes(bucket, home)
                 total_bytes += bucket.shard_state_nbytes() if home.optim is Tier.HOST else 0
         return total_bytes

@@ -10,8 +10,9 @@ import torch
 
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.graph.ops.shards import rehome, rows_of
-from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Verb, label
+from elixir_compile.ir import Bucket, BucketRef, InnerVerb, Lane, Placement, Tier, Verb, label
 from elixir_compile.runtime.bucket import RunningBucket, Slab, has_moved
+from elixir_compile.runtime.disk_params import DiskBucket
 from elixir_compile.runtime.distributed.ranks import Ranks, scale_by_weight
 from elixir_compile.runtime.lanes import Lanes, Transfer
 from elixir_compile.runtime.recording import Ledger
@@ -55,7 +56,7 @@ class ShardedBucket(RunningBucket):
         for slot in self.slots:
             slot.check_form()
         dtype = self.slots[0].param.dtype
-        if self.is_on_host:
+        if self.is_away:
             own = Slab(self.own_numel * dtype.itemsize, pin=self.pin).tensor(dtype, (self.own_numel,), 0)
         else:
             own = torch.zeros(self.own_numel, dtype=dtype, device=device)
@@ -183,7 +184,7 @@ class ShardGather(Transfer):
         ledger.takes(name, (self._rows,))
         self._lanes, h2d = lanes, lanes.h2d
         lanes.touches((), (self._rows,))  # compute allocates it
-        if bucket.is_on_host:
+        if bucket.is_away:
             there = torch.empty_like(own, device=lanes.device)
             ledger.takes(name, (there,))
             lanes.touches((), (there,))
@@ -193,7 +194,7 @@ class ShardGather(Transfer):
         rows, of = self._rows, bucket.spec.id
         # A collective begins behind the stream on which it is issued. That of a shard on the device is behind compute
         # alone: h2d would have to wait for compute, and the host for h2d at the end of the backward.
-        with h2d.beside_compute() if bucket.is_on_host else nullcontext():
+        with h2d.beside_compute() if bucket.is_away else nullcontext():
             work = ledger.started(
                 Lane.GATHER,
                 name,
@@ -370,6 +371,8 @@ def new_bucket(
     spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
 ) -> RunningBucket:
     """Return a bucket for `spec`, before its first `move_home`; `ranks` is None if a single rank trains the model."""
+    if placement.param is Tier.DISK:
+        return DiskBucket(spec, placement, slots, pin=pin)
     if not spec.is_sharded:
         return RunningBucket(spec, placement, slots, pin=pin)
     assert ranks is not None, "one rank alone has no sharded buckets"

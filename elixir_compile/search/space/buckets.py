@@ -121,11 +121,18 @@ def staying(levels: Sequence[Level]) -> tuple[Level, ...]:
 
 
 def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:
-    """Return the host bytes of `bucket` on one rank; `on_disk` if its state is or may be on disk instead."""
+    """Return the host bytes of `bucket` on one rank; `on_disk` if its state, or its parameters if they are frozen, are
+    or may be on disk instead."""
     placement = placement_of(bucket, level)
-    if on_disk and level.has_state_on_host:
-        placement = replace(placement, optim=Tier.DISK)
-    return bucket_host_bytes(bucket, placement)
+    return bucket_host_bytes(bucket, moved_to_disk(bucket, placement) if on_disk else placement)
+
+
+def moved_to_disk(bucket: Bucket, placement: Placement) -> Placement:
+    """Return `placement` with what is on the host, and may be on disk, moved there: optimizer state, or the parameters
+    if they are frozen."""
+    if placement.optim is not Tier.HOST:
+        return placement
+    return replace(placement, param=placement.param if bucket.trainable else Tier.DISK, optim=Tier.DISK, streamed=False)
 
 
 def level_text(level: Level) -> str:
@@ -152,8 +159,9 @@ def level_text(level: Level) -> str:
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
 # parameter group in the optimizer. They are all trained or all frozen, all updated whole or all by elements, and all
-# sharded over the ranks or all complete on each rank. Frozen parameters of one rank may have different dtypes, as the
-# codes of a quantised layer and their scales have: then the elements of their bucket are bytes.
+# sharded over the ranks or all complete on each rank; frozen ones all lie in files of their own, or none does. Frozen
+# parameters of one rank may have different dtypes, as the codes of a quantised layer and their scales have: then the
+# elements of their bucket are bytes.
 
 
 MIN_BUCKETS = 16
@@ -209,7 +217,8 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
         # Shards of several ranks are counted in elements, and so are gradients and state: of one dtype.
         is_of_bytes = not param.is_trained and problem.num_shards == 1
         dtype = MIXED_DTYPE if is_of_bytes else param.storage.dtype
-        kind = (dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole)
+        is_in_file = facts.in_file and not param.is_trained
+        kind = (dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole, is_in_file)
         # Of several ranks, each owns a shard of the parameter, or the complete parameter.
         is_sharded = problem.num_shards > 1 and set(facts.shard_numels) != {param.numel}
         classes.setdefault((*kind, is_sharded), []).append(param)

@@ -19,7 +19,7 @@ from elixir_compile.base.errors import ElixirError, InvalidOption, InvalidPlan
 from elixir_compile.base.options import Options, parse_options
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
-from elixir_compile.ir import Bucket, Plan, Tier, fingerprint, plan_from_json, plan_to_json
+from elixir_compile.ir import Bucket, Plan, fingerprint, plan_from_json, plan_to_json
 from elixir_compile.ir.hardware import Cluster, preset_of_ranks
 from elixir_compile.ir.plan import plan_line
 from elixir_compile.search import Problem
@@ -198,7 +198,7 @@ def placement_table(plan: Plan) -> Table:
     for bucket, placement in zip(plan.buckets, plan.placements, strict=True):
         copy = "stays" if placement.resident else "released"
         optim = f"{placement.optim}{', streamed' if placement.streamed else ''}"
-        key = (str(placement.param), optim, copy if placement.param is Tier.HOST or bucket.is_sharded else "")
+        key = (str(placement.param), optim, copy if bucket.is_gathered_from(placement.param) else "")
         groups.setdefault(key, []).append(bucket)
     table = Table(title=f"{plan.name} on {plan.cluster}", title_justify="left")
     for name in ("parameters", "optimizer state", "gathered copy"):

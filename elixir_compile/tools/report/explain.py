@@ -133,6 +133,8 @@ class RegionAnswer:
     region: Region
     on_host: int
     """Number of buckets that it reads with parameters on the host."""
+    on_disk: int
+    """Number of buckets that it reads with frozen parameters on the disk."""
     before: tuple[str, ...]
     after: tuple[str, ...]
     leaving: tuple[Activations, ...]
@@ -170,6 +172,10 @@ class PlanAnswer:
     """The time at which buckets are updated."""
     disk_bytes: int
     """Bytes of optimizer state on disk."""
+    disk_param_bytes: int
+    """Bytes of frozen parameters on disk."""
+    read_bytes: int
+    """Bytes of them that the gathers of a step read."""
     calls: Calls
     """How often a step calls the graph."""
     lean: str
@@ -215,6 +221,9 @@ def plan_answer(plan: Plan) -> PlanAnswer:
     chunks = f", with the loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""
     gib_saves = "" if plan.gib_saves_s is None else f"saves at most {format_s(plan.gib_saves_s)} per step{chunks}"
     staying_bytes = {home.value: plan.staying_gradient_bytes(home) for home in (Tier.DEVICE, Tier.HOST)}
+    frozen = {bucket.id: bucket for bucket in plan.buckets if plan.placement(bucket.id).param is Tier.DISK}
+    targets = (action.target for action in actions_of(plan) if action.verb is Verb.GATHER)
+    gathered = [target for target in targets if isinstance(target, BucketRef)]
     return PlanAnswer(
         name=plan.name,
         cluster=plan.cluster,
@@ -234,6 +243,8 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
+        disk_param_bytes=sum(bucket.nbytes for bucket in frozen.values()),
+        read_bytes=sum(frozen[target.bucket].flat_nbytes for target in gathered if target.bucket in frozen),
         calls=plan.calls,
         lean=lean_text(plan),
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
@@ -282,6 +293,7 @@ def region_answer(survey: Survey, region: Region) -> RegionAnswer:
     return RegionAnswer(
         region=region,
         on_host=sum(plan.placement(bucket).param is Tier.HOST for bucket in region.buckets),
+        on_disk=sum(plan.placement(bucket).param is Tier.DISK for bucket in region.buckets),
         before=() if at is None else tuple(reversed(_until_run(actions[:at][::-1]))),
         after=() if at is None else tuple(_until_run(actions[at + 1 :])),
         leaving=moving_at(survey, region.id, Verb.OFFLOAD),
@@ -407,7 +419,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("budget", [format_bytes(found.budget_bytes) + base]),
             ("peak", [f"{format_bytes(made.device_peak_bytes)}{share} at {made.device_peak_at}"]),
             ("host", [format_bytes(made.host_peak_bytes)]),
-            ("disk", [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []),
+            ("disk", _disk_texts(found)),
             ("calls", [str(found.calls)] if found.calls.num > 1 else []),
             ("lean calls", [found.lean] if found.lean else []),
             ("accumulates", [f"gradients of earlier backward passes stay: {kept}"] if kept else []),
@@ -446,9 +458,18 @@ def _class_text(line: RankClass, rank: int) -> str:
     return f"{who} on {line.device}: {', '.join(parts)}"
 
 
+def _disk_texts(found: PlanAnswer) -> list[str]:
+    texts = [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []
+    if found.disk_param_bytes:
+        read = f"{format_bytes(found.read_bytes)} read per step"
+        texts.append(f"{format_bytes(found.disk_param_bytes)} of frozen parameters, {read}")
+    return texts
+
+
 def _region_text(found: RegionAnswer, peak_at: str) -> str:
     region = found.region
     num_ops = "" if found.num_ops is None else f", {found.num_ops} ops"
+    from_disk = f", {found.on_disk} from the disk" if found.on_disk else ""
     live = f"the step's peak is at {peak_at}"
     if found.peak_bytes is not None:
         live = f"{format_bytes(found.peak_bytes)} live at most; {live}"
@@ -457,7 +478,9 @@ def _region_text(found: RegionAnswer, peak_at: str) -> str:
         [
             (
                 "reads",
-                [f"{_names_text(region.buckets)}; {found.on_host} of them from the host"] if region.buckets else [],
+                [f"{_names_text(region.buckets)}; {found.on_host} of them from the host{from_disk}"]
+                if region.buckets
+                else [],
             ),
             ("before", [", ".join(found.before)] if found.before else []),
             ("after", [", ".join(found.after)] if found.after else []),

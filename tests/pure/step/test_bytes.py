@@ -31,7 +31,7 @@ from elixir_compile.ir import (
     graph_at,
     sizes,
 )
-from elixir_compile.ir.cost import disk_staging_bytes
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.reasons import write_out
@@ -271,7 +271,10 @@ def test_sums_in_the_dtype_of_gradients(param: Tier, optim: Tier, wanted_bytes: 
 
 def test_nothing_without_state() -> None:
     assert disk_staging_bytes([]) == 0
-    assert disk_staging_bytes([replace(BUCKET, state_nbytes=0, trainable=False)]) == 0
+    frozen = replace(BUCKET, state_nbytes=0, trainable=False)
+    assert disk_staging_bytes([frozen]) == 0
+    assert gather_staging_bytes([]) == 0
+    assert gather_staging_bytes([frozen, frozen]) == (4 * 16 + 2) * MIB
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -468,6 +468,22 @@ def test_state_on_disk_is_legal_wherever_the_parameters_are(number: int) -> None
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
+def test_only_frozen_parameters_of_a_single_rank_are_on_disk() -> None:
+    """b0 is trained, b3 is frozen."""
+    there = {"param": Tier.DISK, "optim": Tier.DISK}
+    plan = with_peaks(GRAPH, with_placement(3, **there))
+    verify(GRAPH, plan)
+    assert plan_from_json(plan_to_json(plan)) == plan
+    with pytest.raises(IllegalSchedule, match="b0 is trained and has its parameters on the disk"):
+        verify(GRAPH, with_placement(0, **there))
+    with pytest.raises(IllegalSchedule, match="b3 is frozen, but has its parameters on the host"):
+        verify(GRAPH, with_placement(3, optim=Tier.DISK))
+    buckets = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in PLAN.buckets)
+    of_two = dataclasses.replace(with_placement(3, **there), buckets=buckets)
+    with pytest.raises(IllegalSchedule, match="In a plan of 2 ranks b3 has its parameters on the disk"):
+        verify(GRAPH, of_two)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # One good schedule with offloaded activations, broken in each possible way; and groups that no program can be made
 # for.

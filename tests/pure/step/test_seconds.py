@@ -96,6 +96,60 @@ def test_a_gather_at_its_wait_is_exposed_and_an_earlier_one_hidden() -> None:
     assert step_s(early) == 24
 
 
+ON_DISK = (Tier.DISK, Tier.DISK)
+
+
+def test_a_gather_from_the_disk_copies_pieces_as_they_are_read() -> None:
+    """Two pieces of 4 s each, read and then copied in 2 s each: 0-4, 4-8, and 4-6, 8-10; fwd.0 10-20."""
+    price = replace(PRICES, reads={B0: (8.0, 2)})
+    assert step_s([(G, "b0"), (W, "b0"), (R, R0)], price, [ON_DISK, ON_DISK]) == 20
+
+
+def test_the_disk_reads_as_far_ahead_as_the_ring_has_buffers() -> None:
+    """Eight pieces of 1 s, copied in 0.5 s each behind fwd.0, 0-10. Four are read until 4, the fifth when the first has
+    left: 10.5-11.5, then one each second until 14.5. The last is copied until 15; fwd.1 15-25."""
+    price = replace(PRICES, reads={B0: (8.0, 8)})
+    assert step_s([(R, R0), (G, "b0"), (W, "b0"), (R, R1)], price, [ON_DISK, ON_DISK]) == 25
+
+
+def test_reads_of_gathers_and_updates_on_disk_are_one_lane() -> None:
+    """A step of 18 s: the disk has the state of b1 8-14 and b0 14-22, of which the last 4 s are in the next step; there
+    b0 is copied 4-8, and fwd.0 is 8-18. With two lanes of the disk fwd.0 were 4-14."""
+    price = replace(PRICES, reads={B0: (8.0, 1)}, disk_s={B1: 6.0})
+    homes = {B0: ON_DISK, B1: (Tier.HOST, Tier.DISK)}
+    placements = {
+        name: Placement(bucket=name, param=param, optim=optim, resident=False) for name, (param, optim) in homes.items()
+    }
+    drawn = Drawing()
+    actions = typed([(G, "b0"), (W, "b0"), (R, R0), (U, "b1")], GROUPS)
+    across = Cycle(update=Update.ACROSS_STEPS)
+    assert play(actions, RUN_S, placements, price, drawn, across).step_s == 18
+    spans = {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is Lane.DISK}
+    assert spans == {"read b1.state": (8, 11), "write b1.state": (11, 14), "read b0": (14, 22)}
+
+
+@pytest.mark.parametrize("read_s", [5.0, 10.0, 20.0])
+def test_a_chain_of_frozen_layers_takes_the_seconds_of_the_disk_or_of_compute(read_s: float) -> None:
+    """Sixteen layers, each gathered one ahead in the forward and in the backward: 10 s of compute, 3 s of copies."""
+    names = [BucketId(f"b{n}") for n in range(16)]
+    run_s = {RegionId(f"{phase}.{n}"): 10.0 for phase in ("fwd", "bwd") for n in range(16)}
+    none_s = dict.fromkeys(names, 0.0)
+    price = replace(
+        PRICES,
+        **dict.fromkeys(("d2h_s", "leave_s", "gather_s", "reduce_s", "device_update_s", "host_update_s"), none_s),
+        h2d_s=dict.fromkeys(names, 3.0),
+        reads=dict.fromkeys(names, (read_s, 4)),
+    )
+    layers = [*zip(names, run_s, strict=False), *zip(reversed(names), [*run_s][16:], strict=True)]
+    actions: list[tuple[Verb, str]] = [(G, layers[0][0])]
+    for (name, region), (later, _) in zip(layers, [*layers[1:], (None, None)], strict=True):
+        actions += [(G, later)] if later is not None else []
+        actions += [(W, name), (R, region), (L, name)]
+    home = {name: Placement(bucket=name, param=Tier.DISK, optim=Tier.DISK, resident=False) for name in names}
+    least_s = max(32 * read_s, 320.0)
+    assert least_s <= play(typed(actions, GROUPS), run_s, home, price).step_s <= 1.1 * least_s
+
+
 def test_without_overlap_everything_adds_up() -> None:
     early = [(G, "b0"), (G, "b1"), (W, "b0"), (R, R0), (W, "b1"), (R, R1)]
     assert step_s(early, SERIAL) == 4 + 6 + 10 + 10

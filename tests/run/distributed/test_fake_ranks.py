@@ -291,11 +291,11 @@ def test_a_machine_by_name_has_a_device_for_every_rank() -> None:
 # On which streams the gather of a sharded bucket begins.
 
 
-@pytest.mark.parametrize("is_on_host", [False, True])
-def test_only_a_shard_on_the_host_takes_the_lane_of_copies(is_on_host: bool) -> None:
+@pytest.mark.parametrize("is_away", [False, True])
+def test_only_a_shard_on_the_host_takes_the_lane_of_copies(is_away: bool) -> None:
     """If a gather of a shard on the device made h2d wait for compute, the host, which waits for h2d at the end of the
     backward, would begin its updates when compute is through and not when the gradients have come."""
-    lanes, bucket = MagicMock(device=torch.device("cpu")), MagicMock(is_on_host=is_on_host, own=torch.zeros(2))
+    lanes, bucket = MagicMock(device=torch.device("cpu")), MagicMock(is_away=is_away, own=torch.zeros(2))
     bucket.spec.id = BucketId("b0")
     ledger: Any = MagicMock()
     ledger.started.side_effect = lambda lane, name, nbytes, start: start()
@@ -304,4 +304,4 @@ def test_only_a_shard_on_the_host_takes_the_lane_of_copies(is_on_host: bool) -> 
     calls = [
         name for name, _, _ in lanes.h2d.mock_calls if not name.startswith(("behind_compute()", "beside_compute()"))
     ]
-    assert calls == (["behind_compute", "copy", "mark", "beside_compute"] if is_on_host else [])
+    assert calls == (["behind_compute", "copy", "mark", "beside_compute"] if is_away else [])

@@ -143,7 +143,7 @@ def test_a_tensor_made_of_codes_stays_what_it_is_for_its_user(tmp_path: Path) ->
             third.weight.codes.bitwise_xor_(255)
         trained(run)
     assert all(map(torch.equal, found.losses, wanted.losses))
-    assert all(bucket.is_on_host for bucket in executor_of(found.model).buckets)
+    assert all(bucket.is_away for bucket in executor_of(found.model).buckets)
     copied = copy.deepcopy(found.model)
     elixir.save(tmp_path / "run", found.model)
     trained(found)

@@ -215,8 +215,8 @@ def test_read_errors_are_raised_and_free_their_buffers(pieces: list[Piece], monk
 def test_space_is_given_back(tmp_path: Path) -> None:
     store = DiskStore(tmp_path)
     first, second = store.allocate("a", PAGE), store.allocate("a", PAGE)
-    store.free(first)
-    store.free(first)
+    store.free(first.file)
+    store.free(first.file)
     third = store.allocate("a", PAGE)
     assert sorted(os.listdir(store.path)) == sorted(os.path.basename(region.path) for region in (second, third))
     store.close()

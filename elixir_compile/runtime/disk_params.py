@@ -1,0 +1,222 @@
+"""Frozen parameters whose home is the disk: in the file that they were loaded from, or in a file of their own."""
+
+import bisect
+import os
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from elixir_compile.base.errors import FrozenChanged, InvalidOption
+from elixir_compile.graph.ops.shards import rehome
+from elixir_compile.ir.cost import GATHER_STAGING_BYTES
+from elixir_compile.runtime.bucket import MappedByOthers, RunningBucket, Slab, flat, has_moved
+from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES
+from elixir_compile.runtime.disk_store import DiskRegion, Piece, open_file, staging_buffers, store_at
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The bytes of frozen parameters in files.
+#
+#     checkpoint   ..|--- weight ---|.|- bias -|..     the file that the parameter's memory maps, read where it begins
+#     b3.param     |--- weight ---|- bias -|           else a file of the bucket, written once
+#
+# `param.data` maps the file in both cases. It takes no memory of its own, and state dicts, exports and eager code read
+# the parameter as before. Gathers read the file by O_DIRECT, past the page cache, which would otherwise hold the model
+# once more.
+
+
+@dataclass(frozen=True, slots=True)
+class FileRange:
+    """Bytes of a file that are mapped to memory: `nbytes` from `start_bytes` on."""
+
+    path: str
+    start_bytes: int
+    nbytes: int
+
+
+class _Mapped(NamedTuple):
+    """A range of addresses that maps a file."""
+
+    start: int
+    end: int
+    path: str
+    offset_bytes: int
+
+
+def _mapped_files() -> list[_Mapped]:
+    """Return the files that this process maps, by address; empty where the kernel does not say, as on macOS."""
+    found: list[_Mapped] = []
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as lines:
+            for line in lines:
+                addresses, _, offset, _, inode, *path = line.split(maxsplit=5)
+                if inode != "0" and path:
+                    start, end = (int(address, 16) for address in addresses.split("-"))
+                    found.append(_Mapped(start, end, path[0].rstrip("\n"), int(offset, 16)))
+    except OSError:
+        return []
+    return found
+
+
+def file_ranges(tensors: Iterable[torch.Tensor]) -> list[FileRange | None]:
+    """Return for each of the dense `tensors` the range of the file that its memory maps, or None.
+
+    A mapping is private as a rule, so the memory may differ from the file where it was written: compare them.
+    """
+    mapped = _mapped_files()
+    starts = [own.start for own in mapped]
+    found: list[FileRange | None] = []
+    for tensor in tensors:
+        address, nbytes = tensor.data_ptr(), tensor.numel() * tensor.element_size()
+        before = bisect.bisect_right(starts, address) - 1
+        own = mapped[before] if tensor.device.type == "cpu" and nbytes and before >= 0 else None
+        is_inside = own is not None and address + nbytes <= own.end and os.path.isfile(own.path)
+        found.append(FileRange(own.path, own.offset_bytes + address - own.start, nbytes) if own and is_inside else None)
+    return found
+
+
+class Stretch(NamedTuple):
+    """Bytes of the flat copy of a bucket, from `to_bytes` on: `nbytes` of `region` from `start_bytes` on."""
+
+    region: DiskRegion
+    start_bytes: int
+    nbytes: int
+    to_bytes: int
+
+    def pieces(self) -> "Iterator[ParamPiece]":
+        """Yield the pieces in which the bytes are read, each in whole pages and small enough for a staging buffer."""
+        end_bytes = self.start_bytes + self.nbytes
+        first = self.start_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
+        for start in range(first, end_bytes, GATHER_STAGING_BYTES):
+            yield ParamPiece(self, start)
+
+
+class ParamPiece(Piece):
+    """Some pages of a `Stretch`."""
+
+    def __init__(self, of: Stretch, start_bytes: int) -> None:
+        needed_end = min(start_bytes + GATHER_STAGING_BYTES, of.start_bytes + of.nbytes)
+        unit_bytes = of.region.unit_bytes
+        end = min(-(-needed_end // unit_bytes) * unit_bytes, of.region.nbytes)
+        super().__init__([(of.region, 1, 1)], start_bytes, end, GATHER_STAGING_BYTES)
+        begin = max(of.start_bytes, start_bytes)
+        self._own = slice(begin - start_bytes, needed_end - start_bytes)
+        self.target = slice(of.to_bytes + begin - of.start_bytes, of.to_bytes + needed_end - of.start_bytes)
+        """The bytes of the flat copy."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are read, in whole pages."""
+        return self.end - self.start
+
+    def own_bytes(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the bytes of the parameters in `views`, those of `ReadAhead.take`."""
+        return views[0][self._own]
+
+
+class DiskBucket(RunningBucket):
+    """A bucket of frozen parameters whose home is the disk."""
+
+    num_moves = 0
+    """How often the parameters were placed: pieces of an earlier place hold earlier values."""
+    _stretches: tuple[Stretch, ...] = ()
+    _addresses: tuple[int, ...] = ()
+    _own_file: Slab | None = None
+    """The mapping of the bucket's own file; None if the parameters are in the files that they were loaded from."""
+    _loaded: MappedByOthers | None = None
+    """The mappings of the files that the parameters were loaded from."""
+    _placed_versions: Sequence[int] | None = None
+    """Versions of the parameters when their bytes were in the file; None before."""
+
+    def move_home(self, device: torch.device) -> None:
+        """Find the parameters in the files that they were loaded from, or write them to a file of their own.
+
+        Raises InvalidOption if a file is needed and the option `disk_path` is not set, DiskFull if the disk is full,
+        and UnsupportedModel if a parameter was cast after its slot was made.
+        """
+        for slot in self.slots:
+            slot.check_form()
+        self.gathered = None
+        stretches = self._loaded_from()
+        if stretches is None:
+            stretches = self._written()
+        else:
+            self._own_file = None
+        self._stretches = stretches
+        self.num_moves += 1
+        self._addresses = tuple(slot.own.data_ptr() for slot in self.slots)
+        self._loaded = None  # before others of the same addresses are noted
+        if self._own_file is None:
+            sizes = (slot.own_nbytes for slot in self.slots)
+            self._loaded = MappedByOthers(zip(self._addresses, sizes, strict=True))
+        self._placed_versions = self.versions()
+        self.move_gradients(device)
+
+    def has_drifted(self) -> bool:
+        """Whether user code replaced the data of a parameter or wrote to it, which its file does not follow."""
+        pairs = zip(self.slots, self._addresses, strict=True)
+        return self._placed_versions != self.versions() or any(has_moved(slot.own, address) for slot, address in pairs)
+
+    def check_unchanged(self) -> None:
+        """Raise FrozenChanged if a parameter was written in this step, and FrozenFileChanged if somebody else wrote to
+        the file that the parameters were loaded from."""
+        for slot, version in zip(self.slots, self._placed_versions or (), strict=True):
+            if slot.version != version:
+                raise FrozenChanged(slot.name, self._stretches[0].region.path)
+        for file in {stretch.region.file for stretch in self._stretches}:
+            file.check_unchanged()
+
+    def pieces(self) -> list[ParamPiece]:
+        """Return the pieces of a gather, in file order."""
+        return [piece for stretch in self._stretches for piece in stretch.pieces()]
+
+    def _loaded_from(self) -> tuple[Stretch, ...] | None:
+        """Return where the parameters are in the files that their memory maps; None unless all of them have the same
+        bytes there."""
+        tensors = [slot.own.detach() for slot in self.slots]
+        ranges = file_ranges(tensors)
+        found: list[Stretch] = []
+        for own, to_bytes in zip(ranges, self._offsets_bytes, strict=True):
+            if own is None or own.path == self._own_path():
+                return None
+            found.append(Stretch(open_file(own.path), own.start_bytes, own.nbytes, to_bytes))
+        (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
+        for stretch, tensor in zip(found, tensors, strict=True):
+            memory = flat(tensor).view(torch.uint8)
+            for piece in stretch.pieces():
+                ((region, view, start_bytes),) = piece.transfers(buffer)
+                region.read_into(view, start_bytes).wait()
+                own = slice(piece.target.start - stretch.to_bytes, piece.target.stop - stretch.to_bytes)
+                if not torch.equal(piece.own_bytes([view]), memory[own]):
+                    return None
+        return tuple(found)
+
+    def _own_path(self) -> str | None:
+        return self._stretches[0].region.path if self._own_file is not None else None
+
+    def _written(self) -> tuple[Stretch, ...]:
+        """Write the parameters to a file of the bucket, which their memory maps from now on."""
+        if self.disk is None:
+            because = "and not all of them are in files that they were loaded from, with the same values"
+            wanted = f"a folder, as the plan keeps the parameters of {self.spec.id} on disk, {because}"
+            raise InvalidOption("disk_path", None, wanted)
+        path, check = self.disk
+        store = store_at(path, check=check)
+        region = store.allocate(f"{self.spec.id}.param", self._total_bytes)
+        weakref.finalize(region, store.free, region.file).atexit = False
+        stretch = Stretch(region, 0, self._total_bytes, 0)
+        sources = [flat(slot.own).view(torch.uint8) for slot in self.slots]
+        (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
+        for piece in stretch.pieces():
+            ((_, view, start_bytes),) = piece.transfers(buffer)
+            for source, offset in zip(sources, self._offsets_bytes, strict=True):
+                begin, end = max(start_bytes, offset), min(start_bytes + len(view), offset + len(source))
+                if begin < end:
+                    view[begin - start_bytes : end - start_bytes].copy_(source[begin - offset : end - offset])
+            region.write_from(view, start_bytes).wait()
+        self._own_file = region.map()
+        for slot, home in zip(self.slots, self._cut_slab(self._own_file), strict=True):
+            rehome(slot.param, home)
+        return (stretch,)
