@@ -350,11 +350,7 @@ class RunningBucket:
         """Past when the last gather has read the home on the host; None if gathers are synchronous. An update on the
         host waits for it before it writes."""
         self._gathered_versions: list[int] = []
-        *offsets_bytes, self._total_bytes = itertools.accumulate(
-            (aligned_bytes(slot.own_nbytes) for slot in slots), initial=0
-        )
-        self._offsets_bytes = tuple(offsets_bytes)
-        """The offset of each parameter in a slab of `_total_bytes`."""
+        self._offsets_bytes, self._total_bytes = self._layout()
         self._params: Slab | None = None
         self._grads: list[tuple[Slab, list[weakref.ref]]] = []
         """Slabs of gradients, each with its storages that were handed out."""
@@ -522,6 +518,12 @@ class RunningBucket:
     def versions(self) -> list[int]:
         """Return the versions of the parameters in bucket order."""
         return [slot.version for slot in self.slots]
+
+    def _layout(self) -> tuple[tuple[int, ...], int]:
+        """Return the offset of each parameter in a slab, and the size of the slab, all in bytes; buckets of several
+        ranks have another layout."""
+        *offsets, end = itertools.accumulate((aligned_bytes(slot.own_nbytes) for slot in self.slots), initial=0)
+        return tuple(offsets), end
 
     def _cut_slab(self, slab: Slab, dtype: torch.dtype | None = None, ratio: int = 1) -> tuple[torch.Tensor, ...]:
         """Return a tensor for each parameter, in `dtype` with elements `ratio` times as large as the parameter's."""
