@@ -49,9 +49,7 @@ class DiskRegion:
     After a failed write every later operation raises DiskFailed, because the bytes on disk may be a mix of old and new.
     """
 
-    def __init__(
-        self, store: object, label: str, file: DiskFile, queue: DiskQueue, unit_bytes: int = DISK_BLOCK_BYTES
-    ) -> None:
+    def __init__(self, store: object, label: str, file: DiskFile, queue: DiskQueue, unit_bytes: int) -> None:
         """`store` closes the file when its last reference goes; offsets and sizes are multiples of `unit_bytes`."""
         self.label = label
         self.nbytes = file.nbytes
@@ -154,7 +152,7 @@ class DiskStore:
             self._num_named += 1
             file = DiskFile(os.path.join(self.path, name), label, nbytes, check=self._check)
             self._files.append(file)
-        return DiskRegion(self, label, file, self._queue)
+        return DiskRegion(self, label, file, self._queue, DISK_BLOCK_BYTES)
 
     def free(self, file: DiskFile) -> None:
         """Free the disk space of a region's `file`. None of its transfers may be in flight; later ones fail."""
