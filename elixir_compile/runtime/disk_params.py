@@ -176,10 +176,10 @@ class DiskBucket(RunningBucket):
         """Return where the parameters are in the files that their memory maps; None unless all of them have the same
         bytes there."""
         tensors = [slot.own.detach() for slot in self.slots]
-        ranges = file_ranges(tensors)
+        ranges, own_path = file_ranges(tensors), None if self._own_file is None else self._stretches[0].region.path
         found: list[Stretch] = []
         for own, to_bytes in zip(ranges, self._offsets_bytes, strict=True):
-            if own is None or own.path == self._own_path():
+            if own is None or own.path == own_path:
                 return None
             found.append(Stretch(open_file(own.path), own.start_bytes, own.nbytes, to_bytes))
         (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
@@ -192,9 +192,6 @@ class DiskBucket(RunningBucket):
                 if not torch.equal(piece.own_bytes([view]), memory[own]):
                     return None
         return tuple(found)
-
-    def _own_path(self) -> str | None:
-        return self._stretches[0].region.path if self._own_file is not None else None
 
     def _written(self) -> tuple[Stretch, ...]:
         """Write the parameters to a file of the bucket, which their memory maps from now on."""

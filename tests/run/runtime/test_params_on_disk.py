@@ -1,6 +1,8 @@
 """Frozen parameters on disk: read from the file that they were loaded from, or from a file of their own."""
 
+import ctypes
 import errno
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.runtime.disk_params import file_ranges
+from tests.run.processes import apart
 from tests.run.training import Run, by_elixir, by_torch, plain_step
 
 load_file, save_file = (getattr(pytest.importorskip("safetensors.torch"), name) for name in ("load_file", "save_file"))
@@ -211,3 +214,45 @@ def test_ranges_of_files_are_those_of_tensors(checkpoint: Path) -> None:
         assert own is not None
         assert text[own.start_bytes : own.start_bytes + own.nbytes] == value.numpy().tobytes()
     assert file_ranges([torch.zeros(4), next(iter(values.values())).clone()]) == [None, None]
+
+
+NUM_MANY = 18
+"""Tables whose 288 MiB are four times a `host_memory` of 72 MiB."""
+
+
+def anonymous_bytes() -> int:
+    """Return the bytes of memory of this process that is no file's."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what the first step has freed stays with the C library otherwise
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
+
+
+def bytes_in_training(path: str, host_memory: str) -> tuple[int, int, bool]:
+    """Train many tables from the file `path`; return anonymous bytes, planned bytes on the host, and whether any table
+    is on disk."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(Looked() for _ in range(NUM_MANY)))
+    model.load_state_dict(load_file(path), assign=True)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("codes"))
+    options = {**OPTIONS, "inner": "aot_eager", "host_memory": host_memory}
+    compiled = torch.compile(elixir.prepare(model), backend="elixir", options=options)
+    optimizer = elixir.HybridAdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
+    for batch in batches():
+        step(compiled, optimizer, batch)
+    plan = elixir.compilations(compiled)[-1].plan
+    assert plan is not None
+    is_any_on_disk = any(placement.param is Tier.DISK for placement in plan.placements)
+    return anonymous_bytes(), plan.prediction.host_peak_bytes, is_any_on_disk
+
+
+@pytest.mark.slow
+def test_frozen_weights_of_four_times_the_host_memory_take_no_anonymous_memory(tmp_path: Path) -> None:
+    path = str(tmp_path / "many.safetensors")
+    save_file(nn.Sequential(*(Looked() for _ in range(NUM_MANY))).state_dict(), path)
+    from_disk, planned_from_disk, is_on_disk = apart(bytes_in_training, path, "72MiB")
+    in_memory, planned_in_memory, is_in_file = apart(bytes_in_training, path, "1GiB")
+    assert (is_on_disk, is_in_file) == (True, False)
+    assert 4 * planned_from_disk <= NUM_MANY * TABLE_BYTES * 1.05
+    assert in_memory - from_disk >= 0.98 * (planned_in_memory - planned_from_disk)
