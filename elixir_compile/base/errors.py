@@ -39,9 +39,11 @@ Exception
     ├── UnsupportedModel   (ValueError)     a model without trainable parameters, or with unsupported ones
     │   └── UnsupportedWrapper              a model that a wrapper of another library trains on several devices
     ├── UnsupportedDevice  (RuntimeError)   a device for which torch has no streams, or no figures of its memory
-    ├── _DiskError         (OSError)        a failed write or read of optimizer state on disk
+    ├── FrozenChanged      (RuntimeError)   a frozen parameter on disk, written during a step
+    ├── _DiskError         (OSError)        a failed write or read of what is on disk
     │   ├── DiskFull                        too little free space; nothing was written
     │   ├── DiskFailed                      an operation refused by the system
+    │   ├── FrozenFileChanged               somebody wrote to the file that frozen parameters are read from
     │   └── DiskCorrupted                   bytes read differ from the bytes written
     ├── UnforeseenState    (RuntimeError)   an update made optimizer state without space on disk
     ├── OptimizerNotTensorWise (RuntimeError)  a step joins two parameters, which no dry step did

@@ -284,16 +284,19 @@ class Order:
 
     def run_steps(self, works: Sequence[Work], num_steps: int = NUM_STEPS) -> None:
         """Put `num_steps` steps in order. No update is queued when the first begins."""
-        over = self._over
         for step in range(num_steps):
             for work in works:
-                if work.do in _SPECIAL:
-                    self._do_other(work, step)
-                    continue
-                before = over[work.actor] | over[PROGRAM]
-                for instant in work.after:
-                    before |= over[instant]
-                over[work.actor] = over[work.over] = self.issue(work, step, before)
+                self._run(work, step)
+
+    def _run(self, work: Work, step: int) -> None:
+        if work.do in _SPECIAL:
+            self._do_other(work, step)
+            return
+        over, actor = self._over, work.actor
+        before = over[actor] | over[PROGRAM]
+        for instant in work.after:
+            before |= over[instant]
+        over[actor] = over[work.over] = self.issue(work, step, before)
 
     def _do_other(self, work: Work, step: int) -> None:
         over, actor, do, after = self._over, work.actor, work.do, work.after

@@ -89,7 +89,7 @@ HOLDS: dict[str, Callable[[], bool]] = {
     "Windows and macOS": lambda: "Operating System :: Microsoft" not in (ROOT / "pyproject.toml").read_text(),
     "Single activations": lambda: has_no_option("tensor"),
     "One budget for models of several threads or ranks": lambda: "- Models of other threads" in page("memory.md"),
-    "Parameters on disk": lambda: all(level.home is not Tier.DISK for level in Level),
+    "Trained parameters on disk": lambda: all(level.home is not Tier.DISK for level in Level),
     "Writes through `module.weight.data` of a parameter on the host, on an accelerator,": lambda: (
         "is lost, and nothing notices it" in page("accelerators.md")
     ),
