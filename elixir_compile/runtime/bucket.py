@@ -178,10 +178,6 @@ class Slab:
         if hasattr(mmap, "MADV_DONTFORK"):
             self._mapping.madvise(mmap.MADV_DONTFORK)
 
-    def flush(self) -> None:
-        """Write the pages of a file that were changed to the disk."""
-        self._mapping.flush()
-
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], offset_bytes: int) -> torch.Tensor:
         """Return a contiguous tensor of `shape` at `offset_bytes`, a multiple of `ALIGN_BYTES`, in its own storage.
 

@@ -142,7 +142,7 @@ class DiskFile:
             raise FrozenFileChanged(self.path)
 
     def map(self) -> Slab:
-        """Return the whole file as host memory."""
+        """Return a mapping of the whole file as host memory: reads see earlier writes, and writes reach later reads."""
         return Slab(whole_pages_bytes(self.nbytes), pin=False, file=self._fd)
 
     def close(self) -> None:

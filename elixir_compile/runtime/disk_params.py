@@ -176,12 +176,15 @@ class DiskBucket(RunningBucket):
         """Return where the parameters are in the files that their memory maps; None unless all of them have the same
         bytes there."""
         tensors = [slot.own.detach() for slot in self.slots]
-        ranges, own_path = file_ranges(tensors), None if self._own_file is None else self._stretches[0].region.path
-        found: list[Stretch] = []
-        for own, to_bytes in zip(ranges, self._offsets_bytes, strict=True):
-            if own is None or own.path == own_path:
-                return None
-            found.append(Stretch(open_file(own.path), own.start_bytes, own.nbytes, to_bytes))
+        own_path = None if self._own_file is None else self._stretches[0].region.path
+        ranges = [own for own in file_ranges(tensors) if own is not None and own.path != own_path]
+        if len(ranges) < len(tensors):
+            return None
+        regions = {path: open_file(path) for path in dict.fromkeys(own.path for own in ranges)}
+        found = [
+            Stretch(regions[own.path], own.start_bytes, own.nbytes, to_bytes)
+            for own, to_bytes in zip(ranges, self._offsets_bytes, strict=True)
+        ]
         (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
         for stretch, tensor in zip(found, tensors, strict=True):
             memory = flat(tensor).view(torch.uint8)
@@ -213,7 +216,7 @@ class DiskBucket(RunningBucket):
                 if begin < end:
                     view[begin - start_bytes : end - start_bytes].copy_(source[begin - offset : end - offset])
             region.write_from(view, start_bytes).wait()
-        self._own_file = region.map()
+        self._own_file = region.file.map()
         for slot, home in zip(self.slots, self._cut_slab(self._own_file), strict=True):
             rehome(slot.param, home)
         return (stretch,)

@@ -86,10 +86,6 @@ class DiskRegion:
         """
         return self._begin(WRITE, buffer, offset_bytes)
 
-    def map(self) -> Slab:
-        """Return a mapping of the file as host memory: reads see earlier writes, and writes reach later reads."""
-        return self.file.map()
-
     def _begin(self, operation: str, buffer: torch.Tensor, offset_bytes: int) -> DiskTransfer:
         view = buffer.detach().numpy().data
         end_bytes = offset_bytes + view.nbytes
