@@ -17,7 +17,7 @@ from torch import nn
 from elixir_compile.base.errors import DiskFailed, InvalidOption, UnforeseenState
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import own_shard
-from elixir_compile.ir import InnerVerb, Lane, StateRef, label
+from elixir_compile.ir import StateRef
 from elixir_compile.ir.cost import DISK_STAGING_BYTES, NUM_DISK_STAGING
 from elixir_compile.optim.masters import begin_rest, rest_layouts
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
@@ -539,7 +539,7 @@ class DiskStates:
         for number, piece in enumerate(pieces):
             parts = (home.part(state.param, state.kinds, piece) for state in on_disk)
             nbytes = sum(part.nbytes for part in parts if part is not None)
-            piece.begins = partial(_timed, ledger, StateRef(bucket.spec.id), nbytes, number)
+            piece.time_in(ledger, StateRef(bucket.spec.id), nbytes, number)
         self._reads.announce(pieces)
         return DiskUpdate(home, pieces, self._reads, self._fail)
 
@@ -577,11 +577,6 @@ class DiskStates:
             atexit.register(finish)
             weakref.finalize(self, atexit.unregister, finish).atexit = False
         return self._stores[disk]
-
-
-def _timed(ledger: Ledger, state: StateRef, nbytes: int, number: int, verb: InnerVerb) -> Callable[[], object]:
-    """Begin the span of a read or a write of piece `number`, and return the function that ends it."""
-    return ledger.begin(Lane.DISK, label(verb, state), nbytes, piece=number)
 
 
 def _finish(states: "weakref.ref[DiskStates]") -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 
 from elixir_compile.base.errors import DiskFailed
-from elixir_compile.ir import InnerVerb
+from elixir_compile.ir import BucketRef, InnerVerb, Lane, StateRef, label
 from elixir_compile.ir.cost import HUGE_PAGE_BYTES
 from elixir_compile.runtime.bucket import Slab
 from elixir_compile.runtime.disk_file import (
@@ -26,6 +26,7 @@ from elixir_compile.runtime.disk_file import (
     DiskTransfer,
     PrivateFolder,
 )
+from elixir_compile.runtime.recording import Ledger
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A store for what is too large for the host: regions of bytes in files, and the buffers of its transfers.
@@ -271,6 +272,10 @@ class Piece:
         self.reads: tuple[DiskTransfer, ...] = ()
         self.begins: Callable[[InnerVerb], Callable[[], object]] = lambda verb: lambda: None
         """Begins to time a read or a write, and returns the function that ends it, which any thread may call."""
+
+    def time_in(self, ledger: Ledger, target: StateRef | BucketRef, nbytes: int, number: int) -> None:
+        """Let `ledger` time the reads and writes of this piece, `nbytes` of `target`, of which it has `number`."""
+        self.begins = lambda verb: ledger.begin(Lane.DISK, label(verb, target), nbytes, piece=number)
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return for each region its part of `buffer`, as uint8."""

@@ -1,13 +1,14 @@
-"""Copy buckets from the host to the device, and count the calls of a step, of which the first gathers them."""
+"""Copy buckets from the host or the disk to the device, and count the calls of a step, of which the first gathers
+them.
+"""
 
 import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from elixir_compile.base.errors import (
     TooManyForwards,
 )
 from elixir_compile.base.process import Living
-from elixir_compile.ir import BucketRef, InnerVerb, Lane, Verb, label
+from elixir_compile.ir import BucketRef, Lane, Verb, label
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES, NUM_GATHER_STAGING
 from elixir_compile.ir.schedule import ONCE, Calls
 from elixir_compile.runtime.bucket import RunningBucket
@@ -168,19 +169,16 @@ class GathersAhead:
             last = last[1], id(following)
         return guess.pieces
 
-    def _announce(self, bucket: DiskBucket) -> "_Guess":
-        read, pieces = label(InnerVerb.READ, BucketRef(bucket.spec.id)), bucket.pieces()
+    def _announce(self, bucket: DiskBucket) -> _Guess:
+        pieces = bucket.pieces()
         for number, piece in enumerate(pieces):
-            piece.begins = partial(self._timed, read, piece.nbytes, number)
+            piece.time_in(self._ledger, BucketRef(bucket.spec.id), piece.nbytes, number)
         self.reads.announce(pieces)
         return _Guess(weakref.ref(bucket), bucket.num_moves, pieces)
 
-    def _timed(self, read: str, nbytes: int, number: int, _: InnerVerb) -> Callable[[], object]:
-        return self._ledger.begin(Lane.DISK, read, nbytes, piece=number)
-
 
 class Gathers:
-    """Starts the copies of an executor's buckets from the host to the device."""
+    """Starts the copies of an executor's buckets from the host or the disk to the device."""
 
     def __init__(self, lanes: Lanes, ledger: Ledger) -> None:
         self._lanes, self._ledger = lanes, ledger
