@@ -21,8 +21,8 @@ from elixir_compile.ir.kinds import OpId, Tier
 #     buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
 #     ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
 #
-# Frozen parameters on disk are read, for each gather, through a ring of their own: updates that hold all buffers of one
-# ring while they wait for a gather would never end.
+# Frozen parameters on disk are read, for each gather, through a ring of their own. In a shared ring, updates could hold
+# all buffers while they wait for a gather, and the gather would wait for a buffer.
 #
 # If parameters are updated whole, a buffer holds the state of the largest of them, in whole blocks. Their optimizer is
 # another than that of parameters whose elements are updated alone, so both have a ring. Less than a cache line of gap
@@ -68,6 +68,13 @@ def gather_staging_bytes(buckets: Iterable[Bucket]) -> int:
     """Return the bytes of the ring through which parameters of `buckets`, homes on disk, are gathered: 0 if there are
     none."""
     return NUM_GATHER_STAGING * GATHER_STAGING_BYTES + HUGE_PAGE_BYTES if any(True for _ in buckets) else 0
+
+
+def rings_bytes(buckets: Iterable[Bucket]) -> int:
+    """Return the bytes of the rings for `buckets` of which state, or the frozen parameters, are on disk."""
+    own = tuple(buckets)
+    state_bytes = disk_staging_bytes(bucket for bucket in own if bucket.trainable)
+    return state_bytes + gather_staging_bytes(bucket for bucket in own if not bucket.trainable)
 
 
 MOST_STREAMED_ROOMS = 4

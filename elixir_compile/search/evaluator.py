@@ -23,7 +23,7 @@ from elixir_compile.ir import (
     Update,
     Verb,
 )
-from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
+from elixir_compile.ir.cost import gather_staging_bytes, rings_bytes
 from elixir_compile.search.problem import Problem, asked_time
 from elixir_compile.search.schedule import Cut, cut_regions, regions, step_actions
 from elixir_compile.search.space.buckets import Level, host_bytes_of, placement_of
@@ -117,9 +117,7 @@ class Evaluator:
             facts.laps,
             self._ops,
         )
-        there = [bucket for bucket in facts.buckets if bucket.id in problem.on_disk]
-        staging_bytes = disk_staging_bytes(own for own in there if own.trainable)
-        staging_bytes += gather_staging_bytes(own for own in there if not own.trainable)
+        staging_bytes = rings_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
         away_bytes = sum(interval.nbytes for interval in facts.offload_intervals)
         self.away_bytes = problem.calls.outstanding * away_bytes + staging_bytes
         """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -17,7 +17,7 @@ from elixir_compile.base.options import Planner
 from elixir_compile.base.process import collector_off
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import Bucket, BucketId, BucketRef, Decision, Kind, Op, Plan, Tier, Verb
-from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
+from elixir_compile.ir.cost import rings_bytes
 from elixir_compile.search.best import counted_draft, place_best, with_gib_bound_of
 from elixir_compile.search.evaluator import (
     Candidate,
@@ -84,7 +84,7 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     with_disk = _moved(problem, relaxed, going)
     if host_bytes(with_disk) > problem.host_budget_bytes:
         # The staging buffers of the disk need room too: search beside them.
-        staging_bytes = _staging_bytes(may_be_there)
+        staging_bytes = rings_bytes(may_be_there)
         less = replace(
             problem,
             host_budget_bytes=problem.host_budget_bytes - staging_bytes,
@@ -127,13 +127,13 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     chosen = [bucket for bucket in order if bucket.id in there]
     kinds = [[bucket for bucket in order if bucket.trainable is is_trained] for is_trained in (False, True)]
     over_bytes = host_bytes(plan) - problem.host_budget_bytes - sum(map(_freed_bytes, chosen))
-    over_bytes += sum(_staging_bytes(own) for own in kinds if not there.isdisjoint(bucket.id for bucket in own))
+    over_bytes += sum(rings_bytes(own) for own in kinds if not there.isdisjoint(bucket.id for bucket in own))
     for own in kinds:
         # Sorting keeps the order of the others: the last in the forward come first.
         may_go = [bucket for bucket in reversed(own) if bucket.id not in there and bucket.id in allowed]
         may_go.sort(key=lambda bucket: 0 if bucket.trainable else num_gathers[bucket.id])
         if over_bytes > 0 and there.isdisjoint(bucket.id for bucket in own):
-            staging_bytes = _staging_bytes(own)
+            staging_bytes = rings_bytes(own)
             if not own or (not own[0].trainable and sum(map(_freed_bytes, may_go)) <= staging_bytes):
                 continue
             over_bytes += staging_bytes if may_go else 0
@@ -153,12 +153,6 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
 def _freed_bytes(bucket: Bucket) -> int:
     """Return the host bytes that are free if what may be on disk of `bucket` is there."""
     return bucket.shard_state_nbytes() if bucket.trainable else bucket.home_nbytes
-
-
-def _staging_bytes(buckets: Sequence[Bucket]) -> int:
-    """Return the bytes of the buffers of the disk if what may be there of `buckets` is there."""
-    trained, frozen = ([own for own in buckets if own.trainable is is_trained] for is_trained in (True, False))
-    return disk_staging_bytes(trained) + gather_staging_bytes(frozen)
 
 
 def _num_gathers(plan: Plan) -> Counter[BucketId]:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
 from elixir_compile.ir.bucket import takes_device
-from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes, ring_s, stream_bytes
+from elixir_compile.ir.cost import ring_s, rings_bytes, stream_bytes
 from elixir_compile.ir.graph import StepGraph, Storage
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import Kind, Saving
@@ -171,11 +171,10 @@ def host_bytes(plan: Plan) -> int:
     """Return the bytes on the host of this rank: parameters, gradients, optimizer state, staging, activations, and the
     work space of an update."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
-    on_disk = [own for own, home in placed if home.optim is Tier.DISK and home.param is not Tier.DISK]
+    on_disk = (own for own, home in placed if home.optim is Tier.DISK)
     # Updates on the host come one after another.
     works = [own.work_nbytes for own, home in placed if own.trainable and not takes_device(own, home)]
-    gathered = [own for own, home in placed if home.param is Tier.DISK]
-    staging_bytes = disk_staging_bytes(on_disk) + gather_staging_bytes(gathered) + max(works, default=0)
+    staging_bytes = rings_bytes(on_disk) + max(works, default=0)
     return away_bytes(plan) + staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
 
 

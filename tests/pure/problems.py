@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Planner
 from elixir_compile.base.units import GIB
-from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Plan, StepGraph, StorageId
+from elixir_compile.ir import Calls, Kind, Op, OpId, Phase, Plan, StepGraph, StorageId, cost
 from elixir_compile.ir.hardware import Cluster, profile_for
-from elixir_compile.search import Problem, evaluator, plan
-from elixir_compile.search import planner as host_memory
+from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.greedy import MAX_PLACEMENTS, num_placements, place_exhaustively
 from elixir_compile.search.lean_calls import paired
@@ -23,7 +22,7 @@ from elixir_compile.search.reasons import write_out, written
 from elixir_compile.search.space.buckets import Level
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.search.space.profiles import moves_at_use
-from elixir_compile.step import timeline, verify
+from elixir_compile.step import verify
 from tests.pure import memory_walk
 from tests.pure.strategies import FACTS, Layer, chain, step_graphs, with_facts
 from tests.pure.strategies import DraftPlan as DraftGraph
@@ -119,7 +118,7 @@ def disk_staging(nbytes: int) -> Iterator[None]:
     """Inside, the buffers through which state on disk passes take `nbytes`: those that there are are larger than all
     of these problems."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timeline, host_memory, evaluator, memory_walk):
+        for module in (cost, memory_walk):
             patch.setattr(module, "disk_staging_bytes", lambda buckets: nbytes if list(buckets) else 0)
         yield
 

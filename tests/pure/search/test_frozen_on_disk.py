@@ -8,14 +8,13 @@ import pytest
 
 from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir import Plan, StorageId, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir import Plan, StorageId, Tier, cost, plan_from_json, plan_to_json
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES, NUM_GATHER_STAGING
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem, evaluator, plan
-from elixir_compile.search import planner as host_memory
 from elixir_compile.search.planner import going_to_disk
 from elixir_compile.search.space.buckets import form_buckets
-from elixir_compile.step import plan_timeline, timeline, verify, with_peaks
+from elixir_compile.step import plan_timeline, verify, with_peaks
 from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import host_bytes
 from elixir_compile.tools.report.explain import explain
@@ -145,9 +144,9 @@ def test_trained_parameters_in_force_on_disk_are_refused() -> None:
 @pytest.fixture
 def small_rings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for module in (timeline, host_memory, evaluator):
+        for module in (cost, evaluator):
             patch.setattr(module, "gather_staging_bytes", lambda buckets: 700 if list(buckets) else 0)
-            patch.setattr(module, "disk_staging_bytes", lambda buckets: 300 if list(buckets) else 0)
+        patch.setattr(cost, "disk_staging_bytes", lambda buckets: 300 if list(buckets) else 0)
         yield
 
 
