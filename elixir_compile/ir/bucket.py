@@ -99,8 +99,8 @@ class Param:
     is_uneven: bool = field(default=False, metadata=LEFT_OUT)
     """Whether the ranks own parts of any sizes, or one of them owns it whole."""
     in_file: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether a frozen parameter lies, bit for bit, in a file of its own, as in the checkpoint that it was loaded from:
-    then it can be read from there, and takes no memory of the host."""
+    """Whether the memory of a frozen parameter maps a file, as that of the checkpoint that it was loaded from. Then it
+    can be read from there, and takes no memory of the host; `runtime.disk_params` compares its bits with the file."""
 
     def works_as(self, *, is_cpu: bool) -> "Param":
         """Return the parameter with the work space of its whole update on the device always if the device `is_cpu`."""

@@ -143,7 +143,7 @@ class Op:
         writes: tuple[StorageId, ...],
         moved_bytes: int | None = None,
         *,
-        id: OpId | None = None,  # noqa: A002  the name of the field
+        new_id: OpId | None = None,
         phase: Phase | None = None,
         times: int = 1,
     ) -> "Op":
@@ -153,7 +153,7 @@ class Op:
         long: to price a step in 12 numbers of micro-batches makes 130,000 ops.
         """
         return Op(
-            id=self.id if id is None else id,
+            id=self.id if new_id is None else new_id,
             target=self.target,
             phase=self.phase if phase is None else phase,
             reads=reads,

@@ -469,7 +469,7 @@ def _repeated(op: Op, renamed: Mapping[StorageId, StorageId], missing: Callable[
     # Available storages are read directly, even if their op is repeated later for another of its results.
     read_again = {name: renamed[name] for name in missing(op)}
     return op.touching(
-        _named(op.reads, read_again), _named(op.writes, renamed), id=repeated_op(op.id), phase=Phase.BACKWARD
+        _named(op.reads, read_again), _named(op.writes, renamed), new_id=repeated_op(op.id), phase=Phase.BACKWARD
     )
 
 

@@ -94,7 +94,7 @@ class Site:
 
     @property
     def slot(self) -> Slot:
-        """The slot of the entry, or of one of its parts."""
+        """The slot that graphs read here: that of the whole tensor, or that of one tensor inside of it."""
         return self.entry.slots[self.place]
 
     def found(self) -> torch.Tensor | None:
