@@ -2,7 +2,7 @@
 which optimizer state passes.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from elixir_compile.base.errors import InvalidPlan
@@ -11,7 +11,7 @@ from elixir_compile.ir.bucket import NUM_WHOLE_ROOMS, Activations, Bucket, Whole
 from elixir_compile.ir.graph import Op
 from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link, TensorRing
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
-from elixir_compile.ir.kinds import OpId, Tier
+from elixir_compile.ir.kinds import BucketId, OpId, Tier
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Count the memory of the buffers through which optimizer state passes: to and from disk, or through the device.
@@ -21,8 +21,9 @@ from elixir_compile.ir.kinds import OpId, Tier
 #     buffer   the same elements of each statistic, at least one block of the narrowest:  4 MiB / 2 B * (4 + 4 + 2) B
 #     ring     `NUM_DISK_STAGING` buffers, each aligned to huge pages, and one huge page to align the first buffer
 #
-# Frozen parameters on disk are read, for each gather, through a ring of their own. In a shared ring, updates could hold
-# all buffers while they wait for a gather, and the gather would wait for a buffer.
+# Trained parameters on disk pass through it beside their state. For each gather, parameters on disk are read through a
+# ring of their own. In a shared ring, updates could hold all buffers while they wait for a gather, and the gather would
+# wait for a buffer.
 #
 # If parameters are updated whole, a buffer holds the state of the largest of them, in whole blocks. Their optimizer is
 # another than that of parameters whose elements are updated alone, so both have a ring. Less than a cache line of gap
@@ -47,15 +48,20 @@ HUGE_PAGE_BYTES = 2 * MIB
 _WIDEST_BYTES = 4
 
 
-def disk_staging_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of the rings for `buckets` with their state on disk, or 0 if they have no state."""
+def disk_staging_bytes(buckets: Iterable[Bucket], with_params: Collection[BucketId] = ()) -> int:
+    """Return the bytes of the rings for `buckets` with their state on disk, or 0 if they have no state; the trained
+    parameters of those `with_params` are there too."""
     buffer_bytes: dict[bool, int] = {}
     for bucket in buckets:
         whole, width = bucket.own_update, -(-bucket.state_nbytes // max(bucket.numel, 1))
         if not width:
             continue
         if whole is None:
-            least_bytes = DISK_BLOCK_BYTES // min(width & -width, _WIDEST_BYTES) * width
+            narrowest = min(width & -width, _WIDEST_BYTES)
+            if bucket.id in with_params:
+                own_width = bucket.nbytes // max(bucket.numel, 1)
+                narrowest, width = min(narrowest, own_width), width + own_width
+            least_bytes = DISK_BLOCK_BYTES // narrowest * width
         else:
             least_bytes = -(-whole.most_state_nbytes // DISK_BLOCK_BYTES) * DISK_BLOCK_BYTES
         key = whole is not None
@@ -70,11 +76,13 @@ def gather_staging_bytes(buckets: Iterable[Bucket]) -> int:
     return NUM_GATHER_STAGING * GATHER_STAGING_BYTES + HUGE_PAGE_BYTES if any(True for _ in buckets) else 0
 
 
-def rings_bytes(buckets: Iterable[Bucket]) -> int:
-    """Return the bytes of the rings for `buckets` of which state, or the frozen parameters, are on disk."""
+def rings_bytes(buckets: Iterable[Bucket], with_params: Collection[BucketId] = ()) -> int:
+    """Return the bytes of the rings for `buckets` of which state, or the frozen parameters, are on disk; and, of those
+    `with_params`, the trained parameters."""
     own = tuple(buckets)
-    state_bytes = disk_staging_bytes(bucket for bucket in own if bucket.trainable)
-    return state_bytes + gather_staging_bytes(bucket for bucket in own if not bucket.trainable)
+    state_bytes = disk_staging_bytes((bucket for bucket in own if bucket.trainable), with_params)
+    gathered = (bucket for bucket in own if not bucket.trainable or bucket.id in with_params)
+    return state_bytes + gather_staging_bytes(gathered)
 
 
 MOST_STREAMED_ROOMS = 4
@@ -204,8 +212,12 @@ def disk_s(bucket: Bucket, cluster: Cluster) -> float:
     """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
     disk."""
     nbytes = bucket.shard_state_nbytes() * cluster.num_local_ranks
-    write_per_s = cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S
-    return disk_read_s(nbytes, cluster) + nbytes / write_per_s
+    return disk_read_s(nbytes, cluster) + disk_write_s(nbytes, cluster)
+
+
+def disk_write_s(nbytes: int, cluster: Cluster) -> float:
+    """Return the seconds in which the ranks of a node write `nbytes` in all to the disk."""
+    return nbytes / (cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
 
 
 def disk_read_s(nbytes: int, cluster: Cluster) -> float:

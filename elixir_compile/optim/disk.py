@@ -23,7 +23,8 @@ from elixir_compile.optim.masters import begin_rest, rest_layouts
 from elixir_compile.optim.rule import GroupSlice, ParamUpdate, State, StatisticLayout, UpdateRule, in_order_of
 from elixir_compile.optim.streaming import PassingParam, Segment, update
 from elixir_compile.runtime import disk_file
-from elixir_compile.runtime.bucket import ALIGN_BYTES, RunningBucket, Slab, aligned_bytes
+from elixir_compile.runtime.bucket import RunningBucket, Slab, aligned_bytes
+from elixir_compile.runtime.disk_params import DiskBucket, ParamFile, extents
 from elixir_compile.runtime.disk_store import DiskRegion, DiskStore, Piece, ReadAhead, store_at
 from elixir_compile.runtime.recording import Ledger
 from elixir_compile.runtime.updates import finish_updates
@@ -33,6 +34,8 @@ from elixir_compile.runtime.updates import finish_updates
 #
 #     b1.exp_avg      |--- weight ---|- bias -|        the bucket's parameters, at the elements as in a slab
 #     b1.exp_avg_sq   |--- weight ---|- bias -|
+#     b1.param        |--- weight ---|- bias -|        if the home of the parameters is the disk: see
+#                                                      `runtime.disk_params`, whose bucket has the file
 #
 # Each file has the layout of its statistic, so the same element is at different bytes in different files.
 #
@@ -50,8 +53,8 @@ from elixir_compile.runtime.updates import finish_updates
 
 Kind = tuple[str, StatisticLayout]
 """The name and layout of a statistic; parameters of a bucket may keep it in different layouts."""
-_ALIGN_NUMEL = 128
-"""Parameters begin at multiples of so many elements in their files, which no block of a statistic crosses."""
+_PARAM = " param"
+"""The name of the column of the parameters themselves. No statistic has one of this name, which begins with a space."""
 
 
 class Extent:
@@ -104,14 +107,15 @@ class DiskHome:
     def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         self.label = label
         self._store = store
-        self._extents: dict[int, Extent] = {}
-        self._numel = 0
-        for param in params:
-            # Aligned as in a slab, so that `coalesce` can join neighbours here too.
-            step = max(ALIGN_BYTES // param.element_size(), _ALIGN_NUMEL)
-            extent = Extent(own_shard(param).detach(), -(-self._numel // step) * step)
-            self._extents[id(param)], self._numel = extent, extent.end
+        own = {id(param): own_shard(param).detach() for param in params}
+        self._extents = {
+            param: Extent(tensor, start)
+            for (param, tensor), (start, _) in zip(own.items(), extents(own.values()), strict=True)
+        }
+        self._numel = max((extent.end for extent in self._extents.values()), default=0)
         self._regions: dict[Kind, DiskRegion] = {}
+        self.beside: Kinds = {}
+        """The column of the parameters, if pieces have it: see `hold`."""
         self._files: list[DiskRegion] = []
         self._written: set[tuple[int, Kind]] = set()
         self._inside: set[int] = set()
@@ -119,6 +123,14 @@ class DiskHome:
         """Whether the disk space was freed."""
         self._failure: BaseException | None = None
         self._lock = threading.Lock()
+
+    def hold(self, bucket: RunningBucket) -> None:
+        """Let pieces have the parameters of `bucket` too if their home is the disk, or none if it is not."""
+        region = bucket.file.region if isinstance(bucket, DiskBucket) else None
+        self._regions = {kind: other for kind, other in self._regions.items() if kind[0] != _PARAM}
+        self.beside = {} if region is None else {_PARAM: StatisticLayout(bucket.slots[0].param.dtype)}
+        if region is not None:
+            self._regions |= dict.fromkeys(self.beside.items(), region)
 
     def require(self, kinds: Mapping[int, Kinds]) -> None:
         """Allocate disk space for the statistics `kinds`, by the id of the parameter, that have none.
@@ -259,6 +271,9 @@ class WholeHome(DiskHome):
     def __init__(self, store: DiskStore, label: str, params: Iterable[torch.Tensor]) -> None:
         super().__init__(store, label, params)
         self._places: dict[tuple[int, Kind], Place] = {}
+
+    def hold(self, bucket: RunningBucket) -> None:
+        """Do nothing: parameters that are updated whole are updated in the mapping of their file."""
 
     def require(self, kinds: Mapping[int, Kinds]) -> None:
         """Allocate disk space as `DiskHome.require`; all statistics of a parameter come at once: see `can_add`."""
@@ -465,6 +480,7 @@ class DiskStates:
         Raises DiskFull if there is too little disk space, and InvalidOption if the option `disk_path` is not set.
         """
         home = self._home(bucket, group)
+        home.hold(bucket)
         home.require({id(param): self._rule.state_layouts(param, group) for param in params})
         self._least_bytes = max(self._least_bytes, home.least_bytes)
         return home
@@ -527,21 +543,28 @@ class DiskStates:
         `DiskUpdate.run` of the result does the update. Updates must be prepared in the order in which they run.
         `ledger` times the reads and writes.
         """
+        if isinstance(bucket, DiskBucket):
+            if bucket.has_drifted():
+                bucket.move_home(_HOST)
+            bucket.settle()
         on_disk = [state for state in states if isinstance(state, DiskState)]
         if not on_disk:
             return None
         home = on_disk[0].home
+        home.hold(bucket)
+        self._least_bytes = max(self._least_bytes, home.least_bytes)
         if self._reads is None or self._reads.nbytes < self._least_bytes:
             self.wait_for_writes()
             self._reads = None  # frees its staging buffers before larger ones are allocated
             self._reads = ReadAhead(NUM_DISK_STAGING, max(_STAGING_BYTES, self._least_bytes))
         pieces = home.pieces({state.param for state in on_disk}, self._reads.nbytes)
         for number, piece in enumerate(pieces):
-            parts = (home.part(state.param, state.kinds, piece) for state in on_disk)
+            parts = (home.part(state.param, {**state.kinds, **home.beside}, piece) for state in on_disk)
             nbytes = sum(part.nbytes for part in parts if part is not None)
             piece.time_in(ledger, StateRef(bucket.spec.id), nbytes, number)
         self._reads.announce(pieces)
-        return DiskUpdate(home, pieces, self._reads, self._fail)
+        file = bucket.file if isinstance(bucket, DiskBucket) and home.beside else None
+        return DiskUpdate(home, pieces, self._reads, self._fail, file)
 
     def wait_for_writes(self) -> None:
         """Wait for all writes."""
@@ -588,7 +611,7 @@ def _finish(states: "weakref.ref[DiskStates]") -> None:
 
 
 class DiskParam(PassingParam):
-    """A parameter in an update: its weight and gradient in memory, and its state on disk."""
+    """A parameter in an update: its gradient in memory, its state on disk, and its weight where its home is."""
 
     def __init__(self, of: ParamUpdate) -> None:
         state = self._state = cast("DiskState", of.state)  # the whole state of the bucket is on disk
@@ -598,8 +621,13 @@ class DiskParam(PassingParam):
 
     def segment(self, piece: Piece, views: Sequence[torch.Tensor]) -> "Segment[DiskParam] | None":
         """Return the elements of the parameter in `piece`, whose bytes are `views`; None if it has none."""
-        found = self._state.home.part(self._state.param, self.layouts, piece)
-        return None if found is None else Segment(self, found.start, found.stop).put(found.flat(views, self.layouts))
+        kinds = {**self.layouts, **self._state.home.beside}
+        found = self._state.home.part(self._state.param, kinds, piece)
+        if found is None:
+            return None
+        values = found.flat(views, kinds)
+        weight = values.pop(_PARAM, None)
+        return Segment(self, found.start, found.stop).put(values, weight)
 
     def without_bytes(self) -> "Segment[DiskParam]":
         """Return a segment of a parameter that no piece has, because its statistics have no bytes on this rank."""
@@ -622,20 +650,30 @@ class DiskUpdate:
     """An update of a bucket with state on disk. The reads of its first pieces have been announced to `reads`."""
 
     def __init__(
-        self, home: DiskHome, pieces: Sequence[Piece], reads: ReadAhead, fail: Callable[[BaseException], None]
+        self,
+        home: DiskHome,
+        pieces: Sequence[Piece],
+        reads: ReadAhead,
+        fail: Callable[[BaseException], None],
+        file: ParamFile | None = None,
     ) -> None:
+        """`file` has the parameters, if pieces have them too."""
         self._home = home
+        self._file = file
         self._pieces = tuple(pieces)
         self._reads = reads
         self._fail = fail
 
     def run(self, rule: UpdateRule, parts: Sequence[GroupSlice]) -> None:
-        """Update `parts` piece by piece; writes may still run when this returns.
+        """Update `parts` piece by piece; writes of state may still run when this returns, those of parameters not.
 
         Raises the exception of a failed read or of the rule, and UnforeseenState if a new statistic has no file.
-        If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid.
+        If an exception comes after the first piece was read, or a write fails, the state of the bucket becomes invalid,
+        and its parameters if their home is the disk.
         """
         self._home.check("update")
+        if self._file is not None:
+            self._file.begin_update()
         params = [[DiskParam(each) for each in part.updates] for part in parts]
         has_begun, passed = False, set[DiskParam]()
         try:
@@ -657,8 +695,17 @@ class DiskUpdate:
                 update([param.without_bytes() for param in members if param not in passed], rule, part.group, _HOST)
         except BaseException as error:
             if has_begun:
-                self._home.fail(error)
+                self._mark_invalid(error)
             raise
+        finally:
+            if self._file is not None:  # whoever reads the parameters next sees what was written
+                self._reads.wait_for_writes()
+                self._file.end_update([param for part in parts for param in part.params])
+
+    def _mark_invalid(self, error: BaseException) -> None:
+        self._home.fail(error)
+        if self._file is not None:
+            self._file.failure = self._file.failure or error
 
     def _wrote(self, error: BaseException | None) -> None:
         if error is not None:
@@ -666,5 +713,5 @@ class DiskUpdate:
                 f"the optimizer state of {self._home.label} is lost with it, and is not used again. "
                 "Checkpoints are not affected: load one"
             )
-            self._home.fail(error)
+            self._mark_invalid(error)
             self._fail(error)

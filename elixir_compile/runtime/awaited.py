@@ -168,6 +168,11 @@ class QueuedUpdates:
         updates = self._updates
         return bool(updates) and updates[-1].then(work)
 
+    def join(self) -> None:
+        """Wait until the worker is done with the queued updates; `wait`, on another thread, says whether one failed."""
+        for update in self._updates:
+            update.join()
+
     def wait(self) -> None:
         """Wait until no update is queued, and make compute of this thread wait for results on their way to the device.
 

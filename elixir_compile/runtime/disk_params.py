@@ -1,4 +1,5 @@
-"""Frozen parameters whose home is the disk: in the file that they were loaded from, or in a file of their own."""
+"""Parameters whose home is the disk: frozen ones in the file that they were loaded from, all others in a file of their
+own."""
 
 import bisect
 import os
@@ -9,22 +10,28 @@ from typing import NamedTuple
 
 import torch
 
-from elixir_compile.base.errors import FrozenChanged, InvalidOption
+from elixir_compile.base.errors import DiskFailed, FrozenChanged, InvalidOption
+from elixir_compile.graph.ops.registry import Slot, version
 from elixir_compile.graph.ops.shards import rehome
+from elixir_compile.ir import Bucket, Placement
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES
-from elixir_compile.runtime.bucket import MappedByOthers, RunningBucket, Slab, flat, has_moved
+from elixir_compile.runtime.bucket import ALIGN_BYTES, MappedByOthers, RunningBucket, Slab, flat, has_moved
 from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES
 from elixir_compile.runtime.disk_store import DiskRegion, Piece, open_file, staging_buffers, store_at
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The bytes of frozen parameters in files.
+# The bytes of parameters in files.
 #
-#     checkpoint   ..|--- weight ---|.|- bias -|..     the file that the parameter's memory maps, read where it begins
-#     b3.param     |--- weight ---|- bias -|           else a file of the bucket, written once
+#     checkpoint   ..|--- weight ---|.|- bias -|..     frozen: the file that the parameter's memory maps
+#     b3.param     |--- weight ---|- bias -|           else a file of the bucket, written when it is placed
 #
 # `param.data` maps the file in both cases. It takes no memory of its own, and state dicts, exports and eager code read
 # the parameter as before. Gathers read the file by O_DIRECT, past the page cache, which would otherwise hold the model
 # once more.
+#
+# The file of trained parameters is one more column of the files that hold their state (`optim.disk`): the same element
+# is at the same place in all of them, so a piece of an update has a stretch of every column. A gather waits for the
+# update, and reads what it has written.
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,57 +123,139 @@ class ParamPiece(Piece):
         return views[0][self._own]
 
 
-class DiskBucket(RunningBucket):
-    """A bucket of frozen parameters whose home is the disk."""
+ALIGN_NUMEL = 128
+"""Trained parameters begin at multiples of so many elements in their files, which no block of a statistic crosses."""
 
-    num_moves = 0
-    """How often the parameters were placed: pieces of an earlier place hold earlier values."""
+
+def extents(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[int, int]]:
+    """Yield for each of `tensors`, the parameters of a bucket, its first element in the files of the bucket, and the
+    one past its last."""
+    end = 0
+    for tensor in tensors:
+        # Aligned as in a slab, so that `optim.adamw_rule.coalesce` can join neighbours here too.
+        step = max(ALIGN_BYTES // tensor.element_size(), ALIGN_NUMEL)
+        start = -(-end // step) * step
+        end = start + tensor.numel()
+        yield start, end
+
+
+class ParamFile:
+    """What is known of the values of a bucket in files; an update on another thread holds it in place of the bucket."""
+
+    def __init__(self, label: str) -> None:
+        self.region: DiskRegion | None = None
+        """The bucket's own file; None if the parameters are in the files that they were loaded from."""
+        self.num_changes = 0
+        """How often the values were placed or updated: pieces that were read before hold earlier values."""
+        self.failure: BaseException | None = None
+        """Why the values are partly old and partly new; None if they are not."""
+        self._label = label
+        self._versions: dict[int, int] = {}
+
+    def note(self, params: Iterable[torch.Tensor]) -> None:
+        """Note that the file has the present values of `params`."""
+        self._versions |= {id(param): version(param) for param in params}
+
+    def has(self, param: torch.Tensor) -> bool:
+        """Return whether `param` was not written since `note`; True for one that was never noted."""
+        return self._versions.get(id(param)) in (None, version(param))
+
+    def check(self) -> None:
+        """Raise DiskFailed if the values are partly old and partly new."""
+        if self.failure is not None and self.region is not None:
+            because = (
+                f"the parameters of {self._label} are partly old and partly new after an update that failed "
+                f"({self.failure}). Checkpoints are not affected: load one"
+            )
+            raise DiskFailed(self.region.path, "read", because) from self.failure
+
+    def begin_update(self) -> None:
+        """Note that the values change from now on."""
+        self.num_changes += 1
+
+    def end_update(self, params: Sequence[torch.Tensor]) -> None:
+        """Note that the file has the new values of `params`, which readers see from now on."""
+        torch.autograd.graph.increment_version(params)
+        self.note(params)
+        self.num_changes += 1
+
+
+class DiskBucket(RunningBucket):
+    """A bucket of parameters whose home is the disk."""
+
     _stretches: tuple[Stretch, ...] = ()
     _addresses: tuple[int, ...] = ()
     _own_file: Slab | None = None
     """The mapping of the bucket's own file; None if the parameters are in the files that they were loaded from."""
     _loaded: MappedByOthers | None = None
     """The mappings of the files that the parameters were loaded from."""
-    _placed_versions: Sequence[int] | None = None
-    """Versions of the parameters when their bytes were in the file; None before."""
+
+    def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
+        super().__init__(spec, placement, slots, pin=pin)
+        self.file = ParamFile(str(spec.id))
 
     def move_home(self, device: torch.device) -> None:
-        """Find the parameters in the files that they were loaded from, or write them to a file of their own.
+        """Find frozen parameters in the files that they were loaded from, or write all to a file of their own.
 
         Raises InvalidOption if a file is needed and the option `disk_path` is not set, DiskFull if the disk is full,
-        and UnsupportedModel if a parameter was cast after its slot was made.
+        UnsupportedModel if a parameter was cast after its slot was made, and DiskFailed if an update has failed and
+        not all parameters were written since, as by loading a checkpoint.
         """
         for slot in self.slots:
             slot.check_form()
+        if any(self.file.has(slot.param) for slot in self.slots):
+            self.file.check()
         self.gathered = None
-        stretches = self._loaded_from()
+        stretches = None if self.spec.trainable else self._loaded_from()
         if stretches is None:
             stretches = self._written()
         else:
-            self._own_file = None
+            self._own_file = self.file.region = None
         self._stretches = stretches
-        self.num_moves += 1
+        self.file.num_changes += 1
+        self.file.failure = None
         self._addresses = tuple(slot.own.data_ptr() for slot in self.slots)
         self._loaded = None  # before others of the same addresses are noted
         if self._own_file is None:
             sizes = (slot.own_nbytes for slot in self.slots)
             self._loaded = MappedByOthers(zip(self._addresses, sizes, strict=True))
-        self._placed_versions = self.versions()
+        self.file.note(slot.param for slot in self.slots)
         self.move_gradients(device)
 
     def has_drifted(self) -> bool:
-        """Whether user code replaced the data of a parameter or wrote to it, which its file does not follow."""
+        """Whether user code replaced the data of a parameter, or wrote to a frozen one, or an update failed: a new file
+        follows. A write to a trained parameter is settled before it is read."""
         pairs = zip(self.slots, self._addresses, strict=True)
-        return self._placed_versions != self.versions() or any(has_moved(slot.own, address) for slot, address in pairs)
+        if self.file.failure is not None or any(has_moved(slot.own, address) for slot, address in pairs):
+            return True
+        return not (self.spec.trainable or all(self.file.has(slot.param) for slot in self.slots))
 
     def check_unchanged(self) -> None:
-        """Raise FrozenChanged if a parameter was written in this step, and FrozenFileChanged if somebody else wrote to
-        the file that the parameters were loaded from."""
-        for slot, version in zip(self.slots, self._placed_versions or (), strict=True):
-            if slot.version != version:
+        """Raise FrozenChanged if a frozen parameter was written in this step, and FrozenFileChanged if somebody else
+        wrote to the file that the parameters were loaded from."""
+        if self.spec.trainable:
+            return
+        for slot in self.slots:
+            if not self.file.has(slot.param):
                 raise FrozenChanged(slot.name, self._stretches[0].region.path)
         for file in {stretch.region.file for stretch in self._stretches}:
             file.check_unchanged()
+
+    def settle(self) -> None:
+        """Wait for the queued update, and let the file follow what users have written to trained parameters.
+
+        Raises DiskFailed if an update has left the parameters partly old and partly new. A failed update is raised by
+        the thread that trains.
+        """
+        if not self.spec.trainable:
+            return
+        self.queued.join()
+        self.file.check()
+        params = [slot.param for slot in self.slots]
+        if self.file.region is not None and not all(map(self.file.has, params)):
+            self._fill(self.file.region)
+            self.file.note(params)
+            self.file.num_changes += 1
 
     def pieces(self) -> list[ParamPiece]:
         """Return the pieces of a gather, in file order."""
@@ -206,17 +295,27 @@ class DiskBucket(RunningBucket):
         store = store_at(path, check=check)
         region = store.allocate(f"{self.spec.id}.param", self._total_bytes)
         weakref.finalize(region, store.free, region.file).atexit = False
-        stretch = Stretch(region, 0, self._total_bytes, 0)
+        self._fill(region)
+        self._own_file, self.file.region = region.file.map(), region
+        for slot, home in zip(self.slots, self._cut_slab(self._own_file), strict=True):
+            rehome(slot.param, home)
+        return (Stretch(region, 0, self._total_bytes, 0),)
+
+    def _fill(self, region: DiskRegion) -> None:
+        """Write the parameters to `region`, a file of the bucket."""
         sources = [flat(slot.own).view(torch.uint8) for slot in self.slots]
         (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
-        for piece in stretch.pieces():
+        for piece in Stretch(region, 0, self._total_bytes, 0).pieces():
             ((_, view, start_bytes),) = piece.transfers(buffer)
             for source, offset in zip(sources, self._offsets_bytes, strict=True):
                 begin, end = max(start_bytes, offset), min(start_bytes + len(view), offset + len(source))
                 if begin < end:
                     view[begin - start_bytes : end - start_bytes].copy_(source[begin - offset : end - offset])
             region.write_from(view, start_bytes).wait()
-        self._own_file = region.file.map()
-        for slot, home in zip(self.slots, self._cut_slab(self._own_file), strict=True):
-            rehome(slot.param, home)
-        return (stretch,)
+
+    def _layout(self) -> tuple[tuple[int, ...], int]:
+        if not self.spec.trainable:
+            return super()._layout()
+        places = list(extents(slot.own for slot in self.slots))
+        size_bytes = self.slots[0].param.element_size()
+        return tuple(start * size_bytes for start, _ in places), places[-1][1] * size_bytes

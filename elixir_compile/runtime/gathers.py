@@ -105,40 +105,40 @@ class Gather(Transfer):
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class DiskGather(Gather):
-    """The copy of a bucket from the disk, through the buffers of `reads`: the next pieces are read beside the copy of a
-    piece."""
+    """The copy of a bucket from the disk, in pieces: those that follow are read beside the copy of a piece."""
 
-    pieces: Sequence[ParamPiece]
-    reads: ReadAhead
+    ahead: "GathersAhead"
 
     def _copy_home(self) -> None:
-        h2d = self.lanes.h2d
-        for piece in self.pieces:
-            own = piece.own_bytes(self.reads.take(piece))
+        assert isinstance(self.bucket, DiskBucket), "others are not read from the disk"
+        h2d, reads = self.lanes.h2d, self.ahead.reads
+        for piece in self.ahead.pieces_of(self.bucket):
+            own = piece.own_bytes(reads.take(piece))
             try:
                 h2d.copy(self.flat[piece.target], own)
                 self.lanes.host_waits(h2d.mark())  # the next piece is read into another buffer meanwhile
             finally:
-                self.reads.give_back(piece)
+                reads.give_back(piece)
 
 
 class _Guess(NamedTuple):
     """The pieces of a gather that was announced."""
 
     bucket: "weakref.ref[DiskBucket]"
-    num_moves: int
+    num_changes: int
     pieces: Sequence[ParamPiece]
 
     def is_right(self, bucket: DiskBucket) -> bool:
-        """Return whether the pieces are those of `bucket`, which was not written to another file since."""
-        return self.bucket() is bucket and self.num_moves == bucket.num_moves
+        """Return whether the pieces are those of `bucket`, which was neither placed nor updated since."""
+        return self.bucket() is bucket and self.num_changes == bucket.file.num_changes
 
 
 class GathersAhead:
     """The pieces of the next gathers from the disk, announced to `reads` before the device has memory for them.
 
-    A step gathers as the step before, forward and backward, so two gathers in a row say which one follows. It is a
-    guess: if it is wrong, bytes were read that nobody takes.
+    A step gathers as the step before, forward and backward, so two gathers in a row say which one follows, and whether
+    the bucket is updated before: then it is announced behind its update. It is a guess: if it is wrong, bytes were read
+    that nobody takes. Its methods run on the thread that reads files.
     """
 
     def __init__(self, reads: ReadAhead, ledger: Ledger) -> None:
@@ -146,12 +146,21 @@ class GathersAhead:
         self._ledger = ledger
         self._next: weakref.WeakValueDictionary[tuple[int, int], DiskBucket] = weakref.WeakValueDictionary()
         """The bucket that came behind two others, by their ids."""
+        self._behind_update: set[tuple[int, int]] = set()
+        """Two others, by their ids, if the bucket behind them was updated since its gather before."""
+        self._gathered: weakref.WeakKeyDictionary[DiskBucket, int] = weakref.WeakKeyDictionary()
+        """How often the values of each bucket had changed when it was gathered last."""
         self._last = (0, 0)
         self._announced: deque[_Guess] = deque()
 
     def pieces_of(self, bucket: DiskBucket) -> Sequence[ParamPiece]:
         """Return the pieces of `bucket`, whose gather begins, and announce those of gathers behind it."""
         self._next[self._last] = bucket
+        if self._gathered.get(bucket) in (None, bucket.file.num_changes):
+            self._behind_update.discard(self._last)
+        else:
+            self._behind_update.add(self._last)
+        self._gathered[bucket] = bucket.file.num_changes
         self._last = self._last[1], id(bucket)
         guess = self._announced.popleft() if self._announced else None
         if guess is None or not guess.is_right(bucket):
@@ -163,18 +172,23 @@ class GathersAhead:
         # Behind as many pieces as there are buffers, no more are read before the first is taken.
         while sum(len(later.pieces) for later in self._announced) < NUM_GATHER_STAGING:
             following = self._next.get(last)
-            if following is None:
+            if following is None or self._awaits_update(following, last):
                 break
             self._announced.append(self._announce(following))
             last = last[1], id(following)
         return guess.pieces
 
+    def _awaits_update(self, bucket: DiskBucket, last: tuple[int, int]) -> bool:
+        """Return whether `bucket`, which comes behind the buckets `last`, is updated before it is gathered."""
+        has_changed = self._gathered.get(bucket) != bucket.file.num_changes
+        return not bucket.queued.is_empty or (last in self._behind_update and not has_changed)
+
     def _announce(self, bucket: DiskBucket) -> _Guess:
-        pieces = bucket.pieces()
+        num_changes, pieces = bucket.file.num_changes, bucket.pieces()
         for number, piece in enumerate(pieces):
             piece.time_in(self._ledger, BucketRef(bucket.spec.id), piece.nbytes, number)
         self.reads.announce(pieces)
-        return _Guess(weakref.ref(bucket), bucket.num_moves, pieces)
+        return _Guess(weakref.ref(bucket), num_changes, pieces)
 
 
 class Gathers:
@@ -224,17 +238,19 @@ class Gathers:
     def _read(
         self, bucket: DiskBucket, name: str, values: tuple[torch.Tensor, ...], fields: Mapping[str, Any]
     ) -> DiskGather:
-        """Start reading `bucket` from the disk, behind the gathers before it; then those that came next before."""
+        """Start reading `bucket` from the disk, behind its queued update and earlier gathers; then those that came next
+        before."""
         bucket.check_unchanged()
         if self._ahead is None:
             reads = ReadAhead(NUM_GATHER_STAGING, GATHER_STAGING_BYTES, pin=self._lanes.pins)
             self._ahead = GathersAhead(reads, self._ledger)
-        gather = DiskGather(name, None, values, pieces=self._ahead.pieces_of(bucket), reads=self._ahead.reads, **fields)
+        gather = DiskGather(name, None, values, ahead=self._ahead, **fields)
         self._late.add(gather)
         hand_over = self._lanes.hand_over()
 
         def read_on() -> None:
             hand_over()
+            bucket.settle()
             gather.begin()
 
         gather.reading = self._reader.submit(read_on)

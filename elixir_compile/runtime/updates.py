@@ -113,6 +113,9 @@ class LandingUpdate:
         """Return False: the worker has nothing to do with this update."""
         return False
 
+    def join(self) -> None:
+        """Return: the worker has nothing to do with this update."""
+
     def wait(self) -> None:
         """Wait until the results have landed. Raises the exception of an update on the same line that failed."""
         with self._lock:
@@ -167,6 +170,10 @@ class PendingUpdate(Protocol):
         """Make the worker call `follower` right after the update; return False, without a call, if it will not."""
         ...
 
+    def join(self) -> None:
+        """Wait until the worker is done with the update."""
+        ...
+
     def wait(self) -> None:
         """Wait until the update is done, and make compute of the calling thread wait for its results on the device.
 
@@ -208,12 +215,16 @@ class QueuedUpdate:
             self._followers.append(follower)
             return True
 
+    def join(self) -> None:
+        """Wait until the update is done or was dropped."""
+        self._done.wait()
+
     def wait(self) -> None:
         """Wait until the update is done, and make compute of this thread wait for its results on the device.
 
         Raises the exception of an update on the same line that failed.
         """
-        self._done.wait()
+        self.join()
         self._line.check()
         if self.let_compute_wait is not None:
             self.let_compute_wait()

@@ -117,7 +117,8 @@ class Evaluator:
             facts.laps,
             self._ops,
         )
-        staging_bytes = rings_bytes(bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
+        there = (bucket for bucket in facts.buckets if bucket.id in problem.on_disk)
+        staging_bytes = rings_bytes(there, problem.params_on_disk)
         away_bytes = sum(interval.nbytes for interval in facts.offload_intervals)
         self.away_bytes = problem.calls.outstanding * away_bytes + staging_bytes
         """Host bytes independent of levels: offloaded activations, and the staging buffers of the disk."""
@@ -279,10 +280,12 @@ def may_go_to_disk(problem: Problem, buckets: Sequence[Bucket]) -> frozenset[Buc
 
 def _host_bytes(facts: Facts) -> list[dict[Level, int]]:
     """Return the host bytes of each bucket at each level."""
-    problem, there = facts.problem, facts.problem.on_disk
+    problem, there, params_there = facts.problem, facts.problem.on_disk, facts.problem.params_on_disk
 
     def bytes_of(bucket: Bucket, *, may_go: bool) -> dict[Level, int]:
-        return {level: host_bytes_of(bucket, level, on_disk=may_go or bucket.id in there) for level in Level}
+        is_there = may_go or bucket.id in there
+        goes_too = bucket.id in params_there or (may_go and problem.may_take_params(bucket))
+        return {level: host_bytes_of(bucket, level, on_disk=is_there, with_params=goes_too) for level in Level}
 
     held = [bytes_of(bucket, may_go=False) for bucket in facts.buckets]
     # What may go to disk counts as no host memory: a relaxation, which `planner.plan_with_disk` corrects. Frozen

@@ -1,12 +1,12 @@
-"""Make a verified plan for a problem with the planner chosen by the user, and put frozen parameters and optimizer state
-on disk if the host has no room for them.
+"""Make a verified plan for a problem with the planner chosen by the user, and put parameters and optimizer state on
+disk if the host has no room for them.
 """
 
 import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 
@@ -58,17 +58,31 @@ from elixir_compile.step.timeline import host_bytes, live_storages, plan_timelin
 # which the next forward reads them, and compute waits for the first ones. The second search runs only if the plan of
 # the first needs the disk. Not considered: a plan with more state on the device, for example with more recomputation,
 # may be faster than both.
+#
+# If all that does not fit, trained parameters may follow their state, and all is searched again. A byte of theirs is
+# read for each gather, and read and written by the update, so they are the last to go.
 
 
 log = logging.getLogger("elixir_compile")
 
 
 def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
-    """Return the plan found by `search`, with the frozen parameters and the state on disk for which the host has no
-    room, if `problem` allows it.
+    """Return the plan found by `search`, with the parameters and the state on disk for which the host has no room, if
+    `problem` allows it.
 
     Raises NoFeasiblePlan if the host still has too little room.
     """
+    found = answer(partial(_with_disk, search=search), problem)
+    may_more = problem.disk and problem.hybrid and problem.cluster.num_ranks == 1 and not problem.params_to_disk
+    if isinstance(found, NoFeasiblePlan) and found.memory == "host" and may_more:
+        found = answer(partial(_with_disk, search=search), replace(problem, params_to_disk=True))
+    if isinstance(found, NoFeasiblePlan):
+        raise found.renewed()
+    return found
+
+
+def _with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
+    """Return the plan of `plan_with_disk`, with trained parameters on disk if `problem` allows it already."""
     in_memory = _in_memory(problem)
 
     def moved(found: Plan, asked: Problem = problem) -> Plan:
@@ -84,7 +98,8 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     with_disk = _moved(problem, relaxed, going)
     if host_bytes(with_disk) > problem.host_budget_bytes:
         # The staging buffers of the disk need room too: search beside them.
-        staging_bytes = rings_bytes(may_be_there)
+        params = {own.id for own in may_be_there if own.id in problem.params_on_disk or problem.may_take_params(own)}
+        staging_bytes = rings_bytes(may_be_there, params)
         less = replace(
             problem,
             host_budget_bytes=problem.host_budget_bytes - staging_bytes,
@@ -124,16 +139,18 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     there, allowed, num_gathers = problem.on_disk, may_go_to_disk(problem, plan.buckets), _num_gathers(plan)
     placed = zip(plan.buckets, plan.placements, strict=True)
     order = [bucket for bucket, home in placed if home.optim is Tier.HOST and _freed_bytes(bucket)]
-    chosen = [bucket for bucket in order if bucket.id in there]
+    chosen, params_there = [bucket for bucket in order if bucket.id in there], problem.params_on_disk
     kinds = [[bucket for bucket in order if bucket.trainable is is_trained] for is_trained in (False, True)]
     over_bytes = host_bytes(plan) - problem.host_budget_bytes - sum(map(_freed_bytes, chosen))
-    over_bytes += sum(rings_bytes(own) for own in kinds if not there.isdisjoint(bucket.id for bucket in own))
+    over_bytes -= sum(bucket.home_nbytes for bucket in chosen if bucket.trainable and bucket.id in params_there)
+    ringed = [bucket for own in kinds if not there.isdisjoint(other.id for other in own) for bucket in own]
+    over_bytes += rings_bytes(ringed, params_there)
     for own in kinds:
         # Sorting keeps the order of the others: the last in the forward come first.
         may_go = [bucket for bucket in reversed(own) if bucket.id not in there and bucket.id in allowed]
         may_go.sort(key=lambda bucket: 0 if bucket.trainable else num_gathers[bucket.id])
         if over_bytes > 0 and there.isdisjoint(bucket.id for bucket in own):
-            staging_bytes = rings_bytes(own)
+            staging_bytes = rings_bytes([*ringed, *own], params_there) - rings_bytes(ringed, params_there)
             if not own or (not own[0].trainable and sum(map(_freed_bytes, may_go)) <= staging_bytes):
                 continue
             over_bytes += staging_bytes if may_go else 0
@@ -150,8 +167,44 @@ def going_to_disk(problem: Problem, plan: Plan) -> tuple[BucketId, ...]:
     return tuple(bucket.id for bucket in order if bucket.id in ids)
 
 
+def params_going_to_disk(problem: Problem, plan: Plan) -> frozenset[BucketId]:
+    """Return the trained buckets of `plan`, which has all state on disk that goes there, whose parameters have to
+    follow: those in force that are there, and the fewest others with which the rest fits, those read least first."""
+    placed, num_gathers = list(zip(plan.buckets, plan.placements, strict=True)), _num_gathers(plan)
+    homes = (Tier.HOST, Tier.DISK)
+    may_be_there = [own for own, home in placed if own.trainable and (home.param, home.optim) == homes]
+    there = problem.params_on_disk.intersection(bucket.id for bucket in may_be_there)
+
+    def over_bytes(going: frozenset[BucketId]) -> int:
+        return host_bytes(_placed_with(plan, going)) - problem.host_budget_bytes
+
+    may_go = [bucket for bucket in reversed(may_be_there) if bucket.id not in there and problem.may_take_params(bucket)]
+    if over_bytes(there) <= 0 or not may_go:
+        return there
+    may_go.sort(key=lambda bucket: num_gathers[bucket.id])
+    going = there.union(bucket.id for bucket in may_go)
+    left_bytes = -over_bytes(going)
+    for bucket in reversed(may_go):
+        if bucket.home_nbytes <= left_bytes:
+            left_bytes -= bucket.home_nbytes
+            going -= {bucket.id}
+    return going
+
+
+def _placed_with(plan: Plan, params: Collection[BucketId]) -> Plan:
+    """Return `plan` with the parameters of the buckets `params` on disk, where their state is."""
+    return replace(
+        plan,
+        placements=tuple(
+            replace(placement, param=Tier.DISK) if placement.bucket in params else placement
+            for placement in plan.placements
+        ),
+    )
+
+
 def _freed_bytes(bucket: Bucket) -> int:
-    """Return the host bytes that are free if what may be on disk of `bucket` is there."""
+    """Return the host bytes that are free if the state of `bucket`, or its parameters if they are frozen, are on
+    disk."""
     return bucket.shard_state_nbytes() if bucket.trainable else bucket.home_nbytes
 
 
@@ -177,6 +230,13 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
     price, base_bytes = prices(problem.graph, plan.buckets, problem.cluster), problem.host_base_bytes
     host, budget = (format_bytes(nbytes + base_bytes) for nbytes in (host_bytes(plan), problem.host_budget_bytes))
     num_gathers, found = _num_gathers(plan), list[Decision]()
+    placements = tuple(
+        moved_to_disk(bucket, placement) if bucket.id in going else placement
+        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
+    )
+    made = replace(plan, placements=placements)
+    params = params_going_to_disk(problem, made)
+    made = _placed_with(made, params)
     for bucket in plan.buckets:
         if bucket.id not in going:
             continue
@@ -185,6 +245,15 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
             what, disk_s, cost_s = "state", price.disk_s[bucket.id], price.disk_s[bucket.id]
             choice, copied = "optim disk", f"{freed} are read and written in {format_s(disk_s)}"
             cost_s -= price.host_update_s[bucket.id]
+            if bucket.id in params:
+                what, choice, times = "state and parameters", "param disk", num_gathers[bucket.id]
+                read_s, moved_s = price.reads[bucket.id][0], price.param_disk_s[bucket.id]
+                own = format_bytes(bucket.home_nbytes)
+                copied += (
+                    f", {own} of parameters in {format_s(moved_s)}, and read in {format_s(read_s)} for each gather"
+                )
+                copied += f", {times} in a step"
+                cost_s += moved_s + times * (read_s - price.h2d_s[bucket.id])
         else:
             what, disk_s = "state and frozen parameters", price.reads[bucket.id][0]
             times = num_gathers[bucket.id]
@@ -193,11 +262,6 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
         full = f"with all {what} in memory the host would hold {host} of {budget}"
         why = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
         found.append(decision(bucket.id, choice, why, copied, cost_s=cost_s))
-    placements = tuple(
-        moved_to_disk(bucket, placement) if bucket.id in going else placement
-        for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
-    )
-    made = replace(plan, placements=placements)
     return replace(made, prediction=predicted(problem, made)[0], decisions=(*plan.decisions, *found))
 
 
@@ -272,8 +336,10 @@ def with_min_host_bytes(problem: Problem, error: NoFeasiblePlan, search: Search,
     placed = zip(found.buckets, found.placements, strict=True)
     may_go = may_go_to_disk(with_folder, found.buckets)
     more = [own for own, home in placed if home.optim is Tier.HOST and own.id in may_go]
-    if more and not problem.disk and isinstance(answer(search, with_folder), Plan):
+    if more and not problem.disk and isinstance(there := answer(search, with_folder), Plan):
         disk_bytes = sum(map(_freed_bytes, more))
+        with_params = (own for own in there.buckets if own.trainable and there.placement(own.id).param is Tier.DISK)
+        disk_bytes += sum(bucket.home_nbytes for bucket in with_params)
     return NoFeasiblePlan(
         "",
         "",

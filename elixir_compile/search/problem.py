@@ -74,6 +74,8 @@ class Problem:
     disk: bool = False
     """Whether a folder is given for more state of the hybrid optimizer, and for more frozen parameters (see
     `may_go_to_disk`); what is in force on disk stays there in any case."""
+    params_to_disk: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether trained parameters may go to disk with their state, because no plan without has room on the host."""
     fractions: Fractions | None = field(default=None, metadata=LEFT_OUT)
     """The placement that the user fixed; None if the planner may choose. Buckets in force that moved from the device
     already stay where they are."""
@@ -156,12 +158,6 @@ class Problem:
                 )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
-        for bucket, placement in zip(self.buckets, self.placements, strict=True):
-            if placement.param is Tier.DISK and bucket.trainable:
-                raise InvalidPlan(
-                    f"problem {self.name}: parameters of bucket {placement.bucket}, which are trained, are on disk, "
-                    "which is planned for frozen ones only."
-                )
 
     @property
     def trains(self) -> bool:
@@ -211,6 +207,19 @@ class Problem:
             return self.disk and self.hybrid
         are_in_files = all(name in self.params and self.params[name].in_file for name in bucket.params)
         return self.cluster.num_ranks == 1 and (self.disk or are_in_files)
+
+    def may_take_params(self, bucket: Bucket) -> bool:
+        """Return whether the parameters of `bucket` may go to disk with its state: those of a single rank, and trained
+        ones only if their elements are updated alone."""
+        if not bucket.trainable:
+            return self.may_go_to_disk(bucket)
+        is_alone = self.cluster.num_ranks == 1 and bucket.whole_update is None
+        return self.params_to_disk and is_alone and self.may_go_to_disk(bucket) and bucket.state_nbytes > 0
+
+    @property
+    def params_on_disk(self) -> frozenset[BucketId]:
+        """Buckets in force whose parameters are on disk."""
+        return frozenset(placement.bucket for placement in self.placements if placement.param is Tier.DISK)
 
     @property
     def on_disk(self) -> frozenset[BucketId]:

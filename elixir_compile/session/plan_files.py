@@ -43,8 +43,8 @@ def require_disk(plan: Plan, disk: tuple[Path, bool] | None) -> None:
 
     Not for frozen parameters there: they may lie in files of their own.
     """
-    homes = ((home.bucket, home.param, home.optim) for home in plan.placements)
-    there = [bucket for bucket, param, optim in homes if optim is Tier.DISK and param is not Tier.DISK]
+    homes = zip(plan.buckets, plan.placements, strict=True)
+    there = [bucket.id for bucket, home in homes if home.optim is Tier.DISK and bucket.trainable]
     if there and disk is None:
         some = ", ".join(there[:4]) + (f" and {len(there) - 4} more" if len(there) > 4 else "")
         raise InvalidOption(

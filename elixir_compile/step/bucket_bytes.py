@@ -207,10 +207,12 @@ def kept_grad_bytes(bucket: Bucket, placement: Placement) -> int:
 def bucket_host_bytes(bucket: Bucket, placement: Placement) -> int:
     """Return the bytes of `bucket` on the host of this rank: parameters, gradients and state, or their staging.
 
-    Parameters on the disk take none: whoever reads them outside of a step reads a mapping of their file.
+    Parameters on the disk take none: whoever reads them outside of a step reads a mapping of their file. Their
+    gradients are on the host.
     """
-    both_bytes = bucket.home_nbytes + (bucket.shard_grad_nbytes() if bucket.trainable else 0)
-    total = both_bytes if placement.param is Tier.HOST else 0
+    grad_bytes = bucket.shard_grad_nbytes() if bucket.trainable else 0
+    both_bytes = bucket.home_nbytes + grad_bytes
+    total = {Tier.DEVICE: 0, Tier.HOST: both_bytes, Tier.DISK: grad_bytes}[placement.param]
     if placement.optim is not Tier.DEVICE:
         total += bucket.shard_state_nbytes() if placement.optim is Tier.HOST else 0
         # Staging for gradients from the device and updated parameters back to it.

@@ -306,8 +306,8 @@ class Order:
             self.await_update(*after)
         elif do is Do.WAIT_LATE:
             copied, done, returned = after
+            self.await_update(done, returned)
             if copied in self._late:
-                self.await_update(done, returned)
                 over[H2D] |= over[copied]
                 self._late.remove(copied)
             over[COMPUTE] |= over[copied]

@@ -22,6 +22,7 @@ from elixir_compile.ir.cost import (
     corrected_s,
     disk_read_s,
     disk_s,
+    disk_write_s,
     host_memory_s,
     is_free,
     op_s,
@@ -98,8 +99,10 @@ class Prices:
     memory: HostMemory = field(default_factory=HostMemory)
     disk_s: Mapping[str, float] = field(default_factory=dict)
     """Reading a bucket's state from the disk and writing it back."""
+    param_disk_s: Mapping[str, float] = field(default_factory=dict)
+    """The same for the parameters of a trained bucket, which an update reads and writes too if they are on the disk."""
     reads: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Reading a frozen bucket's parameters from the disk for a gather, and the number of pieces in which they come."""
+    """Reading a bucket's parameters from the disk for a gather, and the number of pieces in which they come."""
     streams: Mapping[tuple[str, Tier], StreamedCopies] = field(default_factory=dict)
     """The copies of a streamed update to the device and back, by bucket and home of its parameters."""
     add_s: Mapping[tuple[str, Tier], float] = field(default_factory=dict)
@@ -207,7 +210,12 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
-        reads={bucket.id: _read(bucket, cluster) for bucket in buckets if not bucket.trainable},
+        param_disk_s={
+            bucket.id: disk_read_s(bucket.nbytes, cluster) + disk_write_s(bucket.nbytes, cluster)
+            for bucket in buckets
+            if bucket.trainable
+        },
+        reads={bucket.id: _read(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
         sharded=sharded_buckets(buckets),
         summed=frozenset(bucket.id for bucket in buckets if bucket.sum_nbytes),

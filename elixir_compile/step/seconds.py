@@ -12,7 +12,7 @@ Here an instant is a time, and each work ends its seconds after the last of what
 A lane takes its works in the order of issue. The thread of the updates issues copies when its updates end: they take
 their lane then, behind all that the program has issued there until then.
 
-The disk is one lane too: gathers of frozen parameters read there, and updates of state read and write there. It does
+The disk is one lane too: gathers of parameters read there, and updates of state read and write there. It does
 them in the order of issue, so a gather waits for all queued updates that are issued before it; a real disk also reads
 for a gather between two of them.
 
@@ -52,7 +52,7 @@ from elixir_compile.ir.bucket import Placement
 from elixir_compile.ir.cost import NUM_GATHER_STAGING, Measured, StreamedCopies
 from elixir_compile.ir.graph import StepGraph
 from elixir_compile.ir.hardware import Cluster
-from elixir_compile.ir.kinds import BucketId, Lane, OpId, RegionId, Update, Verb
+from elixir_compile.ir.kinds import BucketId, Lane, OpId, RegionId, Tier, Update, Verb
 from elixir_compile.ir.plan import Plan, Prediction
 from elixir_compile.ir.schedule import BucketRef, GroupRef, Origin, Record, RegionRef, Span, Target
 from elixir_compile.step.as_run import as_run
@@ -297,8 +297,7 @@ class Player:
         """Simulate a work that has no seconds of its own."""
         over_s, do, after = self.over_s, work.do, work.after
         if do is Do.WAIT_LATE:
-            if work.name in self._late:
-                self._land_up_to(work.name)
+            self._await(work.name, after[1], after[2])
             over_s[COMPUTE] = max(over_s[COMPUTE], over_s[after[0]])
         elif do is Do.AWAIT:
             self._await(work.name, after[0], after[1])
@@ -354,11 +353,12 @@ class Player:
         if self._waiting and work.actor == self._h2d:
             self._land_due()
         copied_s, program_s = self.price.h2d_s[work.name] / num_pieces, over_s[PROGRAM]
+        update_s = over_s[work.after[0]] if len(work.after) > 1 else program_s  # its results are read
         end_s = max(over_s[work.actor], program_s, *(over_s[instant] for instant in work.after))
         begins_s: list[tuple[float, float]] = []
         for _ in range(num_pieces):
             free_s, *later_s = over_s[ring]
-            since_s = max(over_s[DISK], free_s, program_s)
+            since_s = max(over_s[DISK], free_s, program_s, update_s)
             over_s[DISK] = since_s + read_s / num_pieces
             begins_s.append((since_s, max(end_s, over_s[DISK])))
             end_s = begins_s[-1][1] + copied_s
@@ -369,8 +369,10 @@ class Player:
         self._draw(work.do, work.name, begins_s[0][1], end_s)
 
     def _update_on_disk(self, work: Work) -> None:
-        """Update by the host while the disk, behind all that it does already, reads the state and writes it."""
-        over_s, disk_s = self.over_s, self.price.disk_s[work.name]
+        """Update by the host while the disk, behind all that it does already, reads the state and writes it; and the
+        parameters, if they are there."""
+        over_s, disk_s, name = self.over_s, self.price.disk_s[work.name], BucketId(work.name)
+        disk_s += self.price.param_disk_s[name] if self._placements[name].param is Tier.DISK else 0.0
         seconds, memory_s = self.price.of_deed[work.do][work.name]
         lane = self._host if work.actor == PROGRAM else work.actor
         begin_s = max(over_s[lane], over_s[PROGRAM], *(over_s[instant] for instant in work.after))

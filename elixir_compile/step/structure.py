@@ -143,8 +143,8 @@ LEGAL_HOMES = frozenset(
         (Tier.DISK, Tier.DISK),
     }
 )
-"""The homes of parameters and of optimizer state in legal placements. Only frozen parameters of a single rank may be on
-the disk."""
+"""The homes of parameters and of optimizer state in legal placements. Only parameters of a single rank may be on the
+disk, and of trained ones only those whose elements are updated alone."""
 
 
 def check_buckets(graph: StepGraph, plan: Plan) -> None:
@@ -197,10 +197,12 @@ def _home_fault(bucket: Bucket, placement: Placement, num_ranks: int) -> str | N
     homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
     if (placement.param, placement.optim) not in LEGAL_HOMES:
         return f"{bucket.id} has its {homes}, which is not supported."
-    if placement.param is Tier.DISK and (bucket.trainable or num_ranks > 1):
-        whose = f"{bucket.id} is trained and" if bucket.trainable else f"In a plan of {num_ranks} ranks {bucket.id}"
-        which = "which is not supported: only frozen ones of a single rank may be there"
-        return f"{whose} has its parameters on the disk, {which}."
+    if placement.param is Tier.DISK and num_ranks > 1:
+        which = "which is not supported: only those of a single rank may be there"
+        return f"In a plan of {num_ranks} ranks {bucket.id} has its parameters on the disk, {which}."
+    if placement.param is Tier.DISK and bucket.whole_update is not None:
+        which = "which is not supported: they are updated whole, and pass through the disk's buffers in pieces"
+        return f"{bucket.id} has its parameters on the disk, {which}."
     if placement.optim is Tier.DISK and placement.streamed:
         return f"{bucket.id} streams its optimizer state from the disk, which is not supported."
     if placement.streamed and not (bucket.trainable and bucket.state_nbytes):

@@ -172,9 +172,10 @@ def host_bytes(plan: Plan) -> int:
     work space of an update."""
     placed = list(zip(plan.buckets, plan.placements, strict=True))
     on_disk = (own for own, home in placed if home.optim is Tier.DISK)
+    with_params = {home.bucket for _, home in placed if home.param is Tier.DISK}
     # Updates on the host come one after another.
     works = [own.work_nbytes for own, home in placed if own.trainable and not takes_device(own, home)]
-    staging_bytes = rings_bytes(on_disk) + max(works, default=0)
+    staging_bytes = rings_bytes(on_disk, with_params) + max(works, default=0)
     return away_bytes(plan) + staging_bytes + sum(bucket_host_bytes(bucket, placement) for bucket, placement in placed)
 
 
@@ -279,6 +280,7 @@ def peak_formula(graph: StepGraph, plan: Plan) -> str:
 #
 #   gather b1 on h2d            the parameters of the bucket, or the padded shard of a rank
 #   read b1 on disk             the parameters of the bucket, for a gather
+#   read b1.state on disk       statistics, and parameters too if their home is the disk; as many are written
 #   gather b1 on gather         the flat buffer of all ranks
 #   offload b1.grad on d2h      the gradients that the step makes
 #   gather b1.state on h2d      statistics, and parameters and gradients too if their home is the host
@@ -295,6 +297,7 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
         trained_bytes = sum(param_bytes.get(name, 0) for name in bucket.params)
         own_grad_bytes = bucket.shard_grad_nbytes() if bucket.is_sharded else bucket.grad_ratio * trained_bytes
         there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
+        on_disk_bytes = bucket.shard_state_nbytes() + (bucket.nbytes if placement.param is Tier.DISK else 0)
         moved_bytes = {
             Do.GATHER: bucket.flat_shard_nbytes,
             Do.GATHER_FROM_DISK: bucket.flat_nbytes,
@@ -308,8 +311,8 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
             Do.STAGE_GRADIENT: own_grad_bytes,
             Do.STREAM_THERE: there_bytes,
             Do.STREAM_BACK: back_bytes,
-            Do.READ: bucket.shard_state_nbytes(),
-            Do.WRITE: bucket.shard_state_nbytes(),
+            Do.READ: on_disk_bytes,
+            Do.WRITE: on_disk_bytes,
         }
         found |= {(do, bucket.id): nbytes for do, nbytes in moved_bytes.items()}
     away = [group for group in plan.activations if group.saving is Saving.OFFLOAD]

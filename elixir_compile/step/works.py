@@ -132,7 +132,8 @@ class Do:
     UPDATE = Deed(Lane.COMPUTE, Verb.UPDATE, BucketRef, in_update=True)
     UPDATE_ON_HOST = Deed(Lane.HOST, Verb.UPDATE, BucketRef, in_update=True)
     UPDATE_ON_DISK = Deed(Lane.HOST, Verb.UPDATE, BucketRef, in_update=True)
-    """An update by the host, beside which state on the disk is read and written: `READ` and `WRITE`."""
+    """An update by the host, beside which state on the disk is read and written, and the parameters if they are there:
+    `READ` and `WRITE`."""
     STAGE = Deed(Lane.D2H, Verb.OFFLOAD, BucketRef, in_update=True)
     """Copy parameters from their home, the device, to the host, which updates them: `STAGE_GRADIENT`, and `RETURN`."""
     STAGE_GRADIENT = Deed(Lane.D2H, Verb.OFFLOAD, GradientRef, in_update=True)
@@ -621,8 +622,8 @@ class Walk:
             if not bucket.is_queued:
                 self._await_update(bucket)
             do, behind = (Do.LATE_GATHER, (bucket.done, after)) if bucket.is_queued else (Do.GATHER, (after,))
-            if bucket.placement.param is Tier.DISK:  # frozen, so that no update is in its way
-                do, behind = Do.GATHER_FROM_DISK, (after,)
+            if bucket.placement.param is Tier.DISK:  # the thread that reads waits for the update
+                do = Do.GATHER_FROM_DISK
             self._do(self._h2d, do, name, behind, bucket.gathered, (own,), (Memory.COPY,))
             return
         self._await_update(bucket)

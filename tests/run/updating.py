@@ -19,7 +19,7 @@ from elixir_compile.ir import Placement, Plan, Tier, Update
 from elixir_compile.optim import adamw_rule
 from elixir_compile.optim import disk as disk_updates
 from elixir_compile.optim.hybrid import Hybrid
-from elixir_compile.runtime import disk_file, disk_store
+from elixir_compile.runtime import disk_file, disk_params, disk_store, gathers
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk_store import ReadAhead
 from elixir_compile.search import Problem
@@ -69,6 +69,7 @@ HOMES = {
     "host": {"param": Tier.HOST, "optim": Tier.HOST},
     "split disk": {"param": Tier.DEVICE, "optim": Tier.DISK},
     "host disk": {"param": Tier.HOST, "optim": Tier.DISK},
+    "disk": {"param": Tier.DISK, "optim": Tier.DISK},
 }
 
 
@@ -94,7 +95,8 @@ def placed(plan: Plan, home: str, share: float, update: Update) -> Plan:
         optim = wanted["optim"] if home.startswith("split") else placement.optim
         optim = Tier.DISK if home.endswith("disk") else optim
         streamed = optim is Tier.HOST and number < round(share * len(plan.placements))
-        placements.append(replace(placement, optim=optim, streamed=streamed))
+        param = Tier.DISK if home == "disk" and placement.param is Tier.HOST else placement.param
+        placements.append(replace(placement, param=param, optim=optim, streamed=streamed))
     if not any(placement.param is wanted["param"] for placement in placements):
         raise AssertionError(f"nothing lives where {home} wants it")
     return replace(plan, placements=tuple(placements), update=update)
@@ -108,7 +110,8 @@ def hybrid_run(
     with small_buckets(lambda plan: plan):
         optimizer = {"optimizer": options["optimizer"]} if "optimizer" in options else {}
         named = ("small buckets", WIDTH)
-        budget = tight_bytes(model, batch, planned_by=named, **optimizer) if home.startswith("host") else None
+        is_away = HOMES[home]["param"] is not Tier.DEVICE
+        budget = tight_bytes(model, batch, planned_by=named, **optimizer) if is_away else None
     with small_buckets(lambda plan: placed(plan, home, share, update)):
         yield by_elixir(model, device_memory=budget, replan=False, **options)
 
@@ -126,6 +129,8 @@ def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (disk_store, disk_file):
             patch.setattr(module, "DISK_BLOCK_BYTES", disk_file.DISK_PAGE_BYTES)
+        for module in (disk_params, gathers):
+            patch.setattr(module, "GATHER_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr(disk_updates, "_STAGING_BYTES", 2 * disk_file.DISK_PAGE_BYTES)
         patch.setattr("tests.run.updating.WIDTH", 53)
         patch.setattr(ReadAhead, "_acquire", spoiled)

@@ -120,19 +120,21 @@ def staying(levels: Sequence[Level]) -> tuple[Level, ...]:
     return tuple(level for level in levels if level.home is levels[0].home)
 
 
-def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False) -> int:
+def host_bytes_of(bucket: Bucket, level: Level, *, on_disk: bool = False, with_params: bool = False) -> int:
     """Return the host bytes of `bucket` on one rank; `on_disk` if its state, or its parameters if they are frozen, are
-    or may be on disk instead."""
+    or may be on disk instead, and trained parameters too if `with_params`."""
     placement = placement_of(bucket, level)
-    return bucket_host_bytes(bucket, moved_to_disk(bucket, placement) if on_disk else placement)
+    moved = moved_to_disk(bucket, placement, with_params=with_params) if on_disk else placement
+    return bucket_host_bytes(bucket, moved)
 
 
-def moved_to_disk(bucket: Bucket, placement: Placement) -> Placement:
-    """Return `placement` with what is on the host, and may be on disk, moved there: optimizer state, or the parameters
-    if they are frozen."""
+def moved_to_disk(bucket: Bucket, placement: Placement, *, with_params: bool = False) -> Placement:
+    """Return `placement` with what is on the host, and may be on disk, moved there: optimizer state, and the parameters
+    if they are frozen, or `with_params`."""
     if placement.optim is not Tier.HOST:
         return placement
-    return replace(placement, param=placement.param if bucket.trainable else Tier.DISK, optim=Tier.DISK, streamed=False)
+    moves = placement.param is Tier.HOST and (with_params or not bucket.trainable)
+    return replace(placement, param=Tier.DISK if moves else placement.param, optim=Tier.DISK, streamed=False)
 
 
 def level_text(level: Level) -> str:
