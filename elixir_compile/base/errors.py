@@ -370,7 +370,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
 
     `op` is the op at the peak, `source` the user's line or module that it came from, and `by_kind` the live bytes there
     by kind. `returned` names an output of the model that is among the largest tensors there, with its bytes.
-    `disk_bytes` are the optimizer state and the frozen parameters on the host that could be on disk. `beyond` is a
+    `disk_bytes` are the optimizer state and the parameters on the host that could be on disk. `beyond` is a
     clause with a way for models that no budget suits. `because` says why nothing was searched, as for ranks whose
     graphs differ: if they were equal, less than `needed_bytes` may be enough. `staying_bytes` are gradients that stay
     from earlier backward passes. `micro_batches` is the number of micro-batches that needs `needed_bytes`. `is_static`
@@ -399,7 +399,7 @@ class NoFeasiblePlan(ElixirError, MemoryError):
         live = ", ".join(f"{kind} {format_bytes(nbytes)}" for kind, nbytes in largest if nbytes)
         other = "a smaller batch" if self.memory == "device" else "a larger device_memory"
         if self.disk_bytes and self.needed_bytes - self.disk_bytes <= self.budget_bytes:
-            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state or frozen parameters"
+            other = f"disk_path=<folder>: {format_bytes(self.disk_bytes)} of it is optimizer state or parameters"
         if self.staying_bytes:
             other = "one backward pass per step, with `optimizer.zero_grad()` before the next forward"
         if self.is_static:

@@ -286,7 +286,8 @@ class _Walk:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())
         on_disk = [bucket for bucket in self.plan.buckets if self.homes[bucket.id].optim is Tier.DISK]
         gathered = [bucket for bucket in on_disk if self.homes[bucket.id].param is Tier.DISK]
-        total_bytes += disk_staging_bytes(b for b in on_disk if b not in gathered) + gather_staging_bytes(gathered)
+        updated = (bucket for bucket in on_disk if bucket.trainable)
+        total_bytes += disk_staging_bytes(updated, [bucket.id for bucket in gathered]) + gather_staging_bytes(gathered)
         by_host = [b for b in self.plan.buckets if self.homes[b.id].update is Tier.HOST and b.trainable]
         total_bytes += max((self.work(bucket) for bucket in by_host if not self.is_cpu(bucket)), default=0)
         for bucket in self.plan.buckets:

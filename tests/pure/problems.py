@@ -119,7 +119,7 @@ def disk_staging(nbytes: int) -> Iterator[None]:
     of these problems."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (cost, memory_walk):
-            patch.setattr(module, "disk_staging_bytes", lambda buckets: nbytes if list(buckets) else 0)
+            patch.setattr(module, "disk_staging_bytes", lambda buckets, with_params=(): nbytes if list(buckets) else 0)
         yield
 
 

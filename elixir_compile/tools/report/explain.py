@@ -134,7 +134,7 @@ class RegionAnswer:
     on_host: int
     """Number of buckets that it reads with parameters on the host."""
     on_disk: int
-    """Number of buckets that it reads with frozen parameters on the disk."""
+    """Number of buckets that it reads with parameters on the disk."""
     before: tuple[str, ...]
     after: tuple[str, ...]
     leaving: tuple[Activations, ...]
@@ -172,8 +172,8 @@ class PlanAnswer:
     """The time at which buckets are updated."""
     disk_bytes: int
     """Bytes of optimizer state on disk."""
-    disk_param_bytes: int
-    """Bytes of frozen parameters on disk."""
+    disk_param_bytes: Mapping[str, int]
+    """Bytes of frozen and of trained parameters on disk, as far as there are any."""
     read_bytes: int
     """Bytes of them that the gathers of a step read."""
     calls: Calls
@@ -221,7 +221,10 @@ def plan_answer(plan: Plan) -> PlanAnswer:
     chunks = f", with the loss in {plan.loss_chunks} chunks" if plan.loss_chunks > 1 else ""
     gib_saves = "" if plan.gib_saves_s is None else f"saves at most {format_s(plan.gib_saves_s)} per step{chunks}"
     staying_bytes = {home.value: plan.staying_gradient_bytes(home) for home in (Tier.DEVICE, Tier.HOST)}
-    frozen = {bucket.id: bucket for bucket in plan.buckets if plan.placement(bucket.id).param is Tier.DISK}
+    there = {bucket.id: bucket for bucket in plan.buckets if plan.placement(bucket.id).param is Tier.DISK}
+    disk_param_bytes: Counter[str] = Counter()
+    for bucket in there.values():
+        disk_param_bytes["trained" if bucket.trainable else "frozen"] += bucket.nbytes
     targets = (action.target for action in actions_of(plan) if action.verb is Verb.GATHER)
     gathered = [target for target in targets if isinstance(target, BucketRef)]
     return PlanAnswer(
@@ -243,8 +246,8 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         disk_bytes=sum(
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
-        disk_param_bytes=sum(bucket.nbytes for bucket in frozen.values()),
-        read_bytes=sum(frozen[target.bucket].flat_nbytes for target in gathered if target.bucket in frozen),
+        disk_param_bytes=dict(disk_param_bytes),
+        read_bytes=sum(there[target.bucket].flat_nbytes for target in gathered if target.bucket in there),
         calls=plan.calls,
         lean=lean_text(plan),
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
@@ -308,6 +311,8 @@ def home_text(bucket: Bucket, placement: Placement) -> str:
     """Return the homes of a bucket in words: `parameters and gradients on the device, optimizer state on the host`."""
     if not bucket.trainable:
         return f"frozen parameters on the {placement.param}"
+    if placement.param is Tier.DISK:
+        return "parameters and optimizer state on the disk, gradients on the host"
     if placement.param is placement.optim:
         return f"parameters, gradients and optimizer state on the {placement.param}"
     return f"parameters and gradients on the {placement.param}, optimizer state on the {placement.optim}"
@@ -461,8 +466,9 @@ def _class_text(line: RankClass, rank: int) -> str:
 def _disk_texts(found: PlanAnswer) -> list[str]:
     texts = [f"{format_bytes(found.disk_bytes)} of optimizer state"] if found.disk_bytes else []
     if found.disk_param_bytes:
-        read = f"{format_bytes(found.read_bytes)} read per step"
-        texts.append(f"{format_bytes(found.disk_param_bytes)} of frozen parameters, {read}")
+        read = f"{format_bytes(found.read_bytes)} read per step for gathers"
+        kinds = (f"{format_bytes(nbytes)} of {kind} parameters" for kind, nbytes in found.disk_param_bytes.items())
+        texts.append(f"{' and '.join(kinds)}, {read}")
     return texts
 
 

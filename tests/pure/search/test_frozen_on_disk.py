@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from elixir_compile.base.errors import InvalidPlan, NoFeasiblePlan
+from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir import Plan, StorageId, Tier, cost, plan_from_json, plan_to_json
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES, NUM_GATHER_STAGING
@@ -131,12 +131,6 @@ def test_frozen_parameters_in_files_and_others_share_no_bucket() -> None:
     assert not mixes(problem_of(graph, in_file={name: True for name, is_in_file in halves.items() if is_in_file}))
 
 
-def test_trained_parameters_in_force_on_disk_are_refused() -> None:
-    homes = on_disk(MADE, "b4").placements
-    with pytest.raises(InvalidPlan, match="parameters of bucket b4, which are trained, are on disk"):
-        problem_of(GRAPH, buckets=MADE.buckets, placements=homes)
-
-
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans of small layers: six frozen ones of 4 KiB and a trained one of 64 bytes, with rings of a few bytes.
 
@@ -146,7 +140,7 @@ def small_rings() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for module in (cost, evaluator):
             patch.setattr(module, "gather_staging_bytes", lambda buckets: 700 if list(buckets) else 0)
-        patch.setattr(cost, "disk_staging_bytes", lambda buckets: 300 if list(buckets) else 0)
+        patch.setattr(cost, "disk_staging_bytes", lambda buckets, with_params: 300 if list(buckets) else 0)
         yield
 
 

@@ -31,7 +31,7 @@ from elixir_compile.ir import (
     graph_at,
     sizes,
 )
-from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes
+from elixir_compile.ir.cost import disk_staging_bytes, gather_staging_bytes, rings_bytes
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import DraftPlan, Evaluator
 from elixir_compile.search.reasons import write_out
@@ -233,6 +233,14 @@ def test_three_buffers_and_a_page(width: int, buffer_mib: int) -> None:
     """Adam in fp32; with a float16 parameter's master; with a bfloat16 parameter's low half; AMSGrad of it; SGD."""
     bucket = replace(BUCKET, state_nbytes=width * 1000)
     assert disk_staging_bytes([bucket, BUCKET]) == (3 * buffer_mib + 2) * MIB
+
+
+@pytest.mark.parametrize(("itemsize", "width", "buffer_mib"), [(4, 8, 16), (4, 4, 16), (2, 12, 28), (2, 10, 24)])
+def test_trained_parameters_pass_through_the_buffers_of_their_state(itemsize: int, width: int, buffer_mib: int) -> None:
+    """Adam in fp32; SGD; with a float16 parameter's master; with a bfloat16 parameter's low half."""
+    bucket = replace(BUCKET, nbytes=itemsize * 1000, state_nbytes=width * 1000)
+    assert disk_staging_bytes([bucket], [bucket.id]) == (3 * buffer_mib + 2) * MIB
+    assert rings_bytes([bucket], [bucket.id]) == (3 * buffer_mib + 2 + 4 * 16 + 2) * MIB
 
 
 @pytest.mark.parametrize(("most_mib", "buffer_mib"), [(1, 16), (21, 24), (24, 24)])

@@ -28,6 +28,7 @@ from elixir_compile.ir import (
     plan_from_json,
     plan_to_json,
 )
+from elixir_compile.ir.bucket import WholeUpdate
 from elixir_compile.ir.schedule import BucketRef, GroupRef
 from elixir_compile.step import legality, plan_timeline, verify, with_peaks
 from elixir_compile.step.legality import Rules
@@ -294,7 +295,6 @@ def with_prediction(**changes: Any) -> Plan:
         (with_placement(0, optim=Tier.DISK, streamed=True), "b0 streams its optimizer state from the disk", "b0"),
         (with_placement(3, streamed=True), "b3 streams its optimizer state, but has none", "b3"),
         (with_placement(0, param=Tier.DISK), "parameters on the disk and optimizer state on the host", "b0"),
-        (with_placement(0, param=Tier.DISK, optim=Tier.DISK), "which is not supported", "b0"),
         (with_placement(1, resident=False), "b1 lives on the device, but is not resident", "b1"),
         (
             with_placement(3, param=Tier.DEVICE, resident=True),
@@ -468,14 +468,17 @@ def test_state_on_disk_is_legal_wherever_the_parameters_are(number: int) -> None
     assert plan_from_json(plan_to_json(plan)) == plan
 
 
-def test_only_frozen_parameters_of_a_single_rank_are_on_disk() -> None:
+def test_only_parameters_of_a_single_rank_that_are_not_updated_whole_are_on_disk() -> None:
     """b0 is trained, b3 is frozen."""
     there = {"param": Tier.DISK, "optim": Tier.DISK}
-    plan = with_peaks(GRAPH, with_placement(3, **there))
-    verify(GRAPH, plan)
-    assert plan_from_json(plan_to_json(plan)) == plan
-    with pytest.raises(IllegalSchedule, match="b0 is trained and has its parameters on the disk"):
-        verify(GRAPH, with_placement(0, **there))
+    for number in (0, 3):
+        plan = with_peaks(GRAPH, with_placement(number, **there))
+        verify(GRAPH, plan)
+        assert plan_from_json(plan_to_json(plan)) == plan
+    whole = WholeUpdate(flops=(), moved_bytes=0, num_kernels=1, most_nbytes=1, most_state_nbytes=1)
+    buckets = (dataclasses.replace(PLAN.buckets[0], whole_update=whole), *PLAN.buckets[1:])
+    with pytest.raises(IllegalSchedule, match="b0 has its parameters on the disk, which is not supported: they are"):
+        verify(GRAPH, dataclasses.replace(with_placement(0, **there), buckets=buckets))
     with pytest.raises(IllegalSchedule, match="b3 is frozen, but has its parameters on the host"):
         verify(GRAPH, with_placement(3, optim=Tier.DISK))
     buckets = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in PLAN.buckets)

@@ -128,6 +128,24 @@ def test_reads_of_gathers_and_updates_on_disk_are_one_lane() -> None:
     assert spans == {"read b1.state": (8, 11), "write b1.state": (11, 14), "read b0": (14, 22)}
 
 
+@pytest.mark.parametrize("update", [Update.AFTER_BACKWARD, Update.ACROSS_STEPS])
+def test_trained_parameters_on_disk_are_read_behind_their_update(update: Update) -> None:
+    """A gather of 8 s of the disk and 4 s of copies, fwd.0 of 10 s, a gradient that leaves in 3 s, and an update whose
+    state takes the disk 6 s and whose parameters take it 5 s: each waits for the one before."""
+    price = replace(PRICES, reads={B0: (8.0, 1)}, disk_s={B0: 6.0}, param_disk_s={B0: 5.0})
+    home = {B0: Placement(bucket=B0, param=Tier.DISK, optim=Tier.DISK, resident=False)}
+    drawn, step_s = Drawing(), 8 + 4 + 10 + 3 + 11
+    actions = typed([(G, "b0"), (W, "b0"), (R, R0), (OFF, "b0.grad"), (W, "b0.grad"), (U, "b0")], GROUPS)
+    assert play(actions, RUN_S, home, price, drawn, Cycle(update=update)).step_s == step_s
+    spans = {span.label: (span.start_s, span.end_s) for span in drawn.spans if span.lane is Lane.DISK}
+    read_s, _ = spans["read b0"]
+    assert spans == {
+        "read b0": (read_s, read_s + 8),
+        "read b0.state": ((read_s + 25) % step_s, (read_s + 25) % step_s + 5.5),
+        "write b0.state": ((read_s + 25) % step_s + 5.5, (read_s + 25) % step_s + 11),
+    }
+
+
 @pytest.mark.parametrize("read_s", [5.0, 10.0, 20.0])
 def test_a_chain_of_frozen_layers_takes_the_seconds_of_the_disk_or_of_compute(read_s: float) -> None:
     """Sixteen layers, each gathered one ahead in the forward and in the backward: 10 s of compute, 3 s of copies."""
