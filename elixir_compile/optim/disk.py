@@ -563,7 +563,7 @@ class DiskStates:
             nbytes = sum(part.nbytes for part in parts if part is not None)
             piece.time_in(ledger, StateRef(bucket.spec.id), nbytes, number)
         self._reads.announce(pieces)
-        file = bucket.file if isinstance(bucket, DiskBucket) and home.beside else None
+        file = bucket.file if isinstance(bucket, DiskBucket) else None
         return DiskUpdate(home, pieces, self._reads, self._fail, file)
 
     def wait_for_writes(self) -> None:
@@ -657,7 +657,7 @@ class DiskUpdate:
         fail: Callable[[BaseException], None],
         file: ParamFile | None = None,
     ) -> None:
-        """`file` has the parameters, if pieces have them too."""
+        """`file` has the parameters, if their home is the disk."""
         self._home = home
         self._file = file
         self._pieces = tuple(pieces)
@@ -700,7 +700,10 @@ class DiskUpdate:
         finally:
             if self._file is not None:  # whoever reads the parameters next sees what was written
                 self._reads.wait_for_writes()
-                self._file.end_update([param for part in parts for param in part.params])
+                params = [param for part in parts for param in part.params]
+                self._file.end_update(params, in_file=bool(self._home.beside))
+        if self._file is not None and self._file.failure is not None:
+            raise self._file.failure
 
     def _mark_invalid(self, error: BaseException) -> None:
         self._home.fail(error)
@@ -709,9 +712,11 @@ class DiskUpdate:
 
     def _wrote(self, error: BaseException | None) -> None:
         if error is not None:
+            what = "optimizer state" if self._file is None else "parameters and their optimizer state"
             error.add_note(
-                f"the optimizer state of {self._home.label} is lost with it, and is not used again. "
+                f"the {what} of {self._home.label} is lost with it, and is not used again. "
                 "Checkpoints are not affected: load one"
             )
             self._mark_invalid(error)
-            self._fail(error)
+            if self._file is None:  # else the update waits for the write, and raises its exception
+                self._fail(error)

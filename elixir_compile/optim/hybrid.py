@@ -14,7 +14,13 @@ import torch
 from torch import nn
 
 from elixir_compile.base.errors import ElixirWarning
-from elixir_compile.graph.ops.optimizers import claim_for_hybrid, claim_master, has_master, master_ignored
+from elixir_compile.graph.ops.optimizers import (
+    claim_for_hybrid,
+    claim_master,
+    has_master,
+    master_ignored,
+    note_written,
+)
 from elixir_compile.graph.ops.registry import slot_of
 from elixir_compile.graph.ops.shards import (
     by_mesh,
@@ -318,7 +324,7 @@ class Hybrid(torch.optim.Optimizer):
                 return  # The first step shows whether the user clips or scales gradients, which forbids such updates.
             self._check_once()
             self._updater.update(own, self.param_groups, self.__dict__["state"], arrived)
-            torch.autograd.graph.increment_version(own)
+            note_written(own, self)
 
     def _check_once(self) -> None:
         """Raise OptimizerNotTensorWise before the first update of a step that joins two parameters."""

@@ -173,10 +173,12 @@ class ParamFile:
         """Note that the values change from now on."""
         self.num_changes += 1
 
-    def end_update(self, params: Sequence[torch.Tensor]) -> None:
-        """Note that the file has the new values of `params`, which readers see from now on."""
+    def end_update(self, params: Sequence[torch.Tensor], *, in_file: bool) -> None:
+        """Let readers see the new values of `params`; they were written to the file if `in_file`, else to its
+        mapping."""
         torch.autograd.graph.increment_version(params)
-        self.note(params)
+        if in_file:
+            self.note(params)
         self.num_changes += 1
 
 

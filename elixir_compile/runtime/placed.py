@@ -205,6 +205,8 @@ class PlacedBuckets:
         bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
         bucket.disk = self.disk
         self._move_home(bucket)
+        for slot in slots:
+            slot.is_updated_in_file = spec.trainable and placement.param is Tier.DISK
         bucket.queued.waiting = functools.partial(self._ledger.waits, label(Verb.WAIT, BucketRef(spec.id)))
         self._by_id[spec.id] = bucket
         self._by_slot.update((slot.key, bucket) for slot in slots)

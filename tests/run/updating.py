@@ -229,11 +229,13 @@ def buckets_of(run: Run) -> list[RunningBucket]:
     return list(executor.buckets)
 
 
-def move_state(run: Run, optim: Tier) -> None:
-    """Let a plan that has all optimizer state in `optim` be in force from now on."""
+def move_state(run: Run, optim: Tier, param: Tier | None = None) -> None:
+    """Let a plan that has all optimizer state in `optim` be in force from now on, and all parameters that are not on
+    the device in `param`, if it is given."""
     executor: Any = executor_of(run.model)
     in_force = executor.buckets.in_force(for_training=True)
-    homes = [replace(home, optim=optim) for _, home in in_force]
+    params = [home.param if param is None or home.param is Tier.DEVICE else param for _, home in in_force]
+    homes = [replace(home, optim=optim, param=own) for (_, home), own in zip(in_force, params, strict=True)]
     graph: Any = model_of(run.model).graphs[0]
     plan = replace(graph.active.plan, placements=tuple(homes))
     graph._active = replace(graph.active, plan=plan)

@@ -253,7 +253,23 @@ def _note_update(optimizer: Optimizer, args: object, kwargs: object) -> None:
     """
     with torch.DisableTorchFunctionSubclass():  # reads no value, so it need not wait for a queued update
         params = [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
-    torch.autograd.graph.increment_version([param for param in params if slot_of(param) is not None])
+    note_written([param for param in params if slot_of(param) is not None], optimizer)
+
+
+def note_written(params: Sequence[torch.Tensor], optimizer: object) -> None:
+    """Increment the versions of `params`, which `optimizer` has updated, or whose updates it has queued.
+
+    Not of those that hybrid updates write in their file: these note the version themselves, and every other version
+    says that a user has written the parameter, which its file does not know.
+    """
+    written = []
+    for param in params:
+        slot, reference = slot_of(param), _HYBRID.get(param)
+        owner = None if reference is None else reference()
+        is_in_file = slot is not None and slot.is_updated_in_file
+        if not (is_in_file and owner is optimizer and owner is not None and owner.places_state):
+            written.append(param)
+    torch.autograd.graph.increment_version(written)
 
 
 def note_replaced(param: torch.Tensor) -> None:

@@ -109,6 +109,7 @@ class Slot:
         "_node",
         "_reducers",
         "device",
+        "is_updated_in_file",
         "key",
         "name",
         "param",
@@ -124,6 +125,8 @@ class Slot:
         self.sink = sink
         self.shard: TensorShard | None = None if sink.tensor_axis is None else sink.tensor_axis.shard_along(param)
         """The shard of the parameter along the tensor axis, which a gather returns; None if it has no such axis."""
+        self.is_updated_in_file = False
+        """Whether the home of the parameter, which is trained, is a file: hybrid updates write it there."""
         self._handles: list[torch.Tensor] = []
         self._made_as = _form(param)
         self._node: compat.AccumulateNode | None = None

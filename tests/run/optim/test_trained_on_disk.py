@@ -1,13 +1,46 @@
 """Trained parameters on disk, beside their state: bitwise what they are in memory, and what goes wrong is told."""
 
-from collections.abc import Iterator
+import copy
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.optim import RMSprop
 
-from elixir_compile.ir import Tier, Update
-from tests.run.updating import assert_equal, buckets_of, eager_run, hybrid_run, ladder, nan_staging, rows, small_pieces
+import elixir_compile as elixir
+from elixir_compile.base.errors import DiskFailed, DiskFull, InvalidOption
+from elixir_compile.ir import Lane, Tier, Update
+from elixir_compile.session.plan_files import save_plan
+from tests.pure.problems import disk_staging
+from tests.run import updating
+from tests.run.optim.test_hybrid_classes import both
+from tests.run.optim.test_mixed_precision import BF16, FP16, mixed_run, recorded
+from tests.run.optim.test_state_on_disk import assert_same_training, batches_of, fail_calls, in_memory
+from tests.run.processes import start_program
+from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, plain_step, tight_bytes
+from tests.run.updating import (
+    accumulate,
+    assert_equal,
+    buckets_of,
+    controlled_worker,
+    eager_run,
+    hybrid_run,
+    ladder,
+    move_state,
+    nan_staging,
+    random_delay,
+    rows,
+    small_buckets,
+    small_pieces,
+    weights_of,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -17,14 +50,311 @@ def pieces() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("update", list(Update))
-def test_bitwise_equal_to_torch_after_twenty_steps(update: Update, tmp_path: Path) -> None:
-    model, batches = ladder(), rows(20)
+def disk_run(tmp_path: Path, update: Update = Update.ACROSS_STEPS, **options: Any) -> Any:
+    """Return the context of a run with all parameters and their state on disk."""
+    return hybrid_run(ladder(), rows(1)[0], home="disk", update=update, disk_path=tmp_path, **options)
+
+
+slow_modes = [Update.ACROSS_STEPS, *(pytest.param(mode, marks=pytest.mark.slow) for mode in list(Update)[:2])]
+
+
+@pytest.mark.parametrize("update", [mode if mode is Update.ACROSS_STEPS else pytest.param(mode, marks=pytest.mark.slow) for mode in Update])
+def test_bitwise_equal_to_torch_after_twelve_steps(update: Update, tmp_path: Path) -> None:
+    model, batches = ladder(), rows(12)
     expected = eager_run(model).train(batches)
-    options = {"disk_path": tmp_path, "disk_check": update is Update.ACROSS_STEPS}
-    with nan_staging(), hybrid_run(model, batches[0], home="disk", update=update, **options) as run:
+    with nan_staging(), disk_run(tmp_path, update, disk_check=update is Update.ACROSS_STEPS) as run:
         run.train(batches)
-        homes = [bucket.placement.param for bucket in buckets_of(run)]
-        assert homes.count(Tier.DISK) >= 3
+        assert [bucket.placement.param for bucket in buckets_of(run)] == [Tier.DISK] * 4
         assert [bucket.update for bucket in buckets_of(run)] == [update] * 4
         assert_equal(expected, run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", list(Update))
+def test_delays_of_the_disk_and_of_the_worker_change_nothing(
+    update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chance = random.Random(11)
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *args, real=real: (time.sleep(chance.choice((0, 0, 1e-3, 3e-3))), real(*args))[1]
+        )
+    batches = rows(20)
+    expected = eager_run(ladder()).train(batches)
+    with controlled_worker() as worker, nan_staging(), disk_run(tmp_path, update) as run:
+        worker.delay_s = random_delay(3)
+        assert_equal(expected, run.train(batches))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", list(Update))
+def test_a_step_moves_the_bytes_that_the_plan_says(update: Update, tmp_path: Path) -> None:
+    """Each byte is read once for a gather, and read and written once by the update."""
+    with disk_run(tmp_path, update) as run:
+        run.train(rows(6))
+        (batch,) = rows(1)
+        record = elixir.measure_step(lambda: plain_step(run.compiled, run.optimizer, batch))
+        run.optimizer.wait()
+    plan = elixir.compilations(run.model)[-1].plan
+    assert plan is not None
+    simulated = elixir.simulate(elixir.compilations(run.model)[-1].problem, plan) if False else None
+    assert simulated is None
+    own = [span for span in record.spans if span.lane is Lane.DISK]
+    nbytes = sum(param.nbytes for param in run.model.parameters())
+    num_gathers = record.counts["gather"] // len(plan.buckets)
+    reads = sum(span.nbytes for span in own if span.label.startswith("read"))
+    writes = sum(span.nbytes for span in own if span.label.startswith("write"))
+    assert writes == 3 * nbytes
+    assert reads >= (3 + num_gathers) * nbytes
+
+
+@pytest.mark.slow
+def test_masters_of_both_dtypes(tmp_path: Path) -> None:
+    for dtype in (BF16, FP16):
+        options = {"update": Update.ACROSS_STEPS, "dtype": dtype, "disk_path": tmp_path, "disk_check": True}
+        with mixed_run(ladder(), batches_of(dtype)[0], home="disk", **options) as run:
+            found = recorded(run, batches_of(dtype))
+            assert {bucket.placement.param for bucket in buckets_of(run)} == {Tier.DISK}
+        assert_same_training(in_memory(dtype), found)
+
+
+@pytest.mark.slow
+def test_accumulation_of_a_class(tmp_path: Path) -> None:
+    plain, hybrid = both(RMSprop, lr=1e-3)
+    expected = accumulate(eager_run(ladder(), plain), rows(6), 3)
+    with disk_run(tmp_path, Update.IN_BACKWARD, optimizer=hybrid) as run:
+        assert_equal(expected, accumulate(run, rows(6), 3))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What users read and write between two steps.
+
+
+def negated(run: Run) -> None:
+    with torch.no_grad():
+        for param in run.model.parameters():
+            param.neg_()
+
+
+def with_new_data(run: Run) -> None:
+    for param in run.model.parameters():
+        param.data = param.data.clone() * 2
+
+
+def loaded(run: Run) -> None:
+    run.model.load_state_dict({name: 3 * value for name, value in run.model.state_dict().items()})
+
+
+def with_one_written(run: Run) -> None:
+    with torch.no_grad():
+        next(iter(run.model.parameters())).zero_()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", [Update.AFTER_BACKWARD, Update.ACROSS_STEPS])
+@pytest.mark.parametrize("change", [negated, with_new_data, loaded, with_one_written])
+@pytest.mark.parametrize("is_behind_backward", [False, True])
+def test_what_users_write_is_trained_on(
+    change: Callable[[Run], None], update: Update, is_behind_backward: bool, tmp_path: Path
+) -> None:
+    """Between two steps, or between the backward and `step()`."""
+    batches = rows(6)
+
+    def train(run: Run) -> Run:
+        for number, batch in enumerate(batches):
+            if number % 2 and not is_behind_backward:
+                change(run)
+            loss = loss_of(run.compiled, batch)
+            loss.backward()
+            run.losses.append(loss.detach().clone())
+            if number % 2 and is_behind_backward:
+                change(run)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+        return run
+
+    expected = train(eager_run(ladder()))
+    with disk_run(tmp_path, update, disk_check=True) as run:
+        assert_equal(expected, train(run))
+
+
+def test_parameters_move_between_the_tiers_and_freeze(tmp_path: Path) -> None:
+    batches = rows(9)
+    expected, homes = eager_run(ladder()), [Tier.DISK, Tier.HOST, Tier.DISK]
+
+    def freeze(run: Run) -> None:
+        run.model.steps[1].requires_grad_(False)
+
+    expected.train(batches)
+    with disk_run(tmp_path) as run:
+        for number, home in enumerate(homes):
+            run.train(batches[3 * number : 3 * number + 2])
+            move_state(run, home, home)
+            run.train(batches[3 * number + 2 : 3 * number + 3])
+            files = [name for folder in tmp_path.iterdir() if folder.is_dir() for name in os.listdir(folder)]
+            assert len(files) == (12 if home is Tier.DISK else 0)
+        assert_equal(expected, run)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What goes wrong.
+
+
+@pytest.mark.parametrize("update", [mode if mode is Update.ACROSS_STEPS else pytest.param(mode, marks=pytest.mark.slow) for mode in Update])
+@pytest.mark.filterwarnings("ignore:.* move to the host, and other tensors hold")  # the exceptions hold them
+def test_half_new_weights_are_never_gathered(update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = rows(8)
+    with disk_run(tmp_path, update) as run:
+        run.train(batches[:2])
+        run.optimizer.wait()
+        saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        with monkeypatch.context() as patch:
+            fail_calls(patch, "pwritev", lambda number: number == 4)
+            with pytest.raises(DiskFailed) as caught:
+                run.train(batches[2:4])
+                run.optimizer.wait()
+        assert any("Checkpoints are not affected" in note for note in getattr(caught.value, "__notes__", ()))
+        run.optimizer.zero_grad()
+        for _ in range(2):
+            with pytest.raises(DiskFailed, match=r"the parameters of b\d are partly old and partly new"):
+                loss_of(run.compiled, batches[4])
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+        run.losses.clear()
+        expected = eager_run(ladder()).train(batches[:2])
+        expected.losses.clear()
+        assert_equal(expected.train(batches[5:]), run.train(batches[5:]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("update", list(Update))
+@pytest.mark.parametrize("bad", range(0, 24, 5))
+def test_a_failed_read_raises_and_nothing_hangs(
+    bad: int, update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a gather, or of an update. What is trained afterwards has the right bits, or there is an error."""
+    batches = rows(5)
+    with disk_run(tmp_path, update) as run:
+        run.train(batches[:2])
+        run.optimizer.wait()
+        with monkeypatch.context() as patch:
+            fail_calls(patch, "preadv", lambda number: number == bad)
+            with pytest.raises(DiskFailed, match="read failed"):
+                run.train(batches[2:3])
+                run.optimizer.wait()
+                loss_of(run.compiled, batches[3])
+        run.optimizer.zero_grad()
+        again = loss_of(run.compiled, batches[3]) if not any_half_new(run) else None
+        if again is not None:
+            with torch.no_grad():
+                copied = copy.deepcopy(ladder())
+                copied.load_state_dict(run.model.state_dict())
+            assert torch.equal(again, loss_of(copied, batches[3]))
+        else:
+            with pytest.raises(DiskFailed, match="partly old and partly new"):
+                loss_of(run.compiled, batches[3])
+
+
+def any_half_new(run: Run) -> bool:
+    files: list[Any] = [bucket for bucket in buckets_of(run) if bucket.placement.param is Tier.DISK]
+    return any(bucket.file.failure is not None for bucket in files)
+
+
+@pytest.mark.slow
+def test_an_update_that_fails_midway_is_never_gathered(tmp_path: Path) -> None:
+    batches = rows(4)
+    with controlled_worker() as worker, disk_run(tmp_path) as run:
+        run.train(batches[:2])
+        worker.fail_at = worker.num_updates + 1
+        with pytest.raises(ArithmeticError, match="fell over"):
+            run.train(batches[2:])
+        with pytest.raises(DiskFailed, match=r"partly old .* fell over.* load one"):
+            loss_of(run.compiled, batches[0])
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches = rows(3)
+    with disk_run(tmp_path) as run:
+        before = weights_of(run)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", no_space)
+            with pytest.raises(DiskFull, match=r"b\d.param needs .* Nothing was written"):
+                loss_of(run.compiled, batches[0])
+        assert_same_tensors(before, weights_of(run))
+        assert_equal(eager_run(ladder()).train(batches), run.train(batches))
+
+
+def no_space(*_: int) -> None:
+    raise OSError(28, os.strerror(28))
+
+
+CHILD = """
+import os, sys, time, torch
+from pathlib import Path
+from elixir_compile.ir import Update
+from tests.run.updating import hybrid_run, ladder, rows
+
+real, folder, batches = os.pwritev, Path(sys.argv[1]), rows(8)
+os.pwritev = lambda *args: (time.sleep(0.02), real(*args))[1]
+with hybrid_run(ladder(), batches[0], home="disk", update=Update.ACROSS_STEPS, disk_path=folder / "disk") as run:
+    for number, batch in enumerate(batches):
+        run.train([batch])
+        if number == 3:
+            torch.save((run.model.state_dict(), run.optimizer.state_dict()), folder / "checkpoint")
+        print(number, flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updating, "WIDTH", 13)
+    (tmp_path / "disk").mkdir()
+    said = tmp_path / "said.txt"
+    killed = start_program(CHILD, tmp_path, output=said)
+    while killed.is_alive() and "5\n" not in said.read_text(encoding="utf-8"):
+        time.sleep(0.005)
+    killed.kill()  # its writes are under way, and the updates behind them
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
+    batches = rows(8)
+    expected = eager_run(ladder()).train(batches)
+    del expected.losses[:4]
+    with disk_run(tmp_path / "disk") as run:
+        weights, state = torch.load(tmp_path / "checkpoint")
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(state)
+        assert_equal(expected, run.train(batches[4:]))
+        assert len(list((tmp_path / "disk").glob("*.lock"))) == 1  # what the killed process left is gone
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The planner.
+
+
+@pytest.mark.slow
+def test_the_planner_sends_parameters_to_disk_if_the_host_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, batches = ladder(), rows(6)
+    expected = eager_run(model).train(batches)
+    for module in ("ir.cost", "search.evaluator"):
+        monkeypatch.setattr(f"elixir_compile.{module}.gather_staging_bytes", lambda buckets: 0)
+    with small_buckets(lambda plan: plan), disk_staging(0):  # which is larger than the model
+        budget = tight_bytes(model, batches[0])
+        parameters = sum(param.nbytes for param in model.parameters())
+        options = {"device_memory": budget, "host_memory": int(1.5 * parameters), "replan": False}
+        with pytest.raises(elixir.NoFeasiblePlan, match="disk_path"):
+            by_elixir(model, **options).train(batches[:1])
+        run = by_elixir(model, disk_path=str(tmp_path), **options).train(batches)
+    homes = [bucket.placement.param for bucket in buckets_of(run)]
+    assert Tier.DISK in homes
+    assert Tier.HOST in homes
+    assert_equal(expected, run)
+    plan = elixir.compilations(run.model)[0].plan
+    assert plan is not None
+    assert plan.prediction.host_peak_bytes <= 1.5 * parameters
+    save_plan(plan, tmp_path / "plan.json")
+    with disk_staging(0), pytest.raises(InvalidOption, match=r"disk_path.* keeps the optimizer state of b\d"):
+        by_elixir(model, plan=tmp_path / "plan.json").train(batches[:1])
