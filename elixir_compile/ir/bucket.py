@@ -322,13 +322,13 @@ class Placement:
     backward. A bucket of a single rank with its parameters on the device is always resident.
 
     The search chooses it (`search.space.buckets.placement_of`). `runtime.placed` moves the parameters to their home,
-    and `optim.state` the optimizer state. If frozen parameters are on the disk, so is their state, of which there is
-    none, and each gather reads them.
+    and `optim.state` the optimizer state. If parameters are on the disk, so is their state, of which frozen ones have
+    none; each gather reads them, and their gradients are on the host.
     """
 
     bucket: BucketId
     param: Tier
-    """The home of parameters and gradients."""
+    """The home of parameters, and of gradients unless it is the disk."""
     optim: Tier
     """The home of the optimizer state."""
     resident: bool

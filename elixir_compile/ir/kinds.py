@@ -128,9 +128,9 @@ class InnerVerb(StrEnum):
     ADD = "add"
     """The sum of the gradients of several backward passes."""
     READ = "read"
-    """State, or frozen parameters, come from the disk."""
+    """State, or parameters, come from the disk."""
     WRITE = "write"
-    """State goes to the disk."""
+    """State goes to the disk, and trained parameters that are there."""
 
 
 class Lane(StrEnum):
@@ -144,7 +144,7 @@ class Lane(StrEnum):
     HOST = "host"
     P2P = "p2p"
     DISK = "disk"
-    """The files of optimizer state and of frozen parameters. Several pieces can be on their way at once."""
+    """The files of optimizer state and of parameters. Several pieces can be on their way at once."""
     CALLER = "caller"
     """The thread that runs the step, while it is blocked in a wait of ours. No plan has work on it."""
 

@@ -205,7 +205,7 @@ class DiskBucket(RunningBucket):
         """
         for slot in self.slots:
             slot.check_form()
-        if any(self.file.has(slot.param) for slot in self.slots):
+        if self.file.failure is not None and any(self._are_kept()):
             self.file.check()
         self.gathered = None
         stretches = None if self.spec.trainable else self._loaded_from()
@@ -225,12 +225,19 @@ class DiskBucket(RunningBucket):
         self.move_gradients(device)
 
     def has_drifted(self) -> bool:
-        """Whether user code replaced the data of a parameter, or wrote to a frozen one, or an update failed: a new file
-        follows. A write to a trained parameter is settled before it is read."""
-        pairs = zip(self.slots, self._addresses, strict=True)
-        if self.file.failure is not None or any(has_moved(slot.own, address) for slot, address in pairs):
-            return True
-        return not (self.spec.trainable or all(self.file.has(slot.param) for slot in self.slots))
+        """Whether a new file follows: user code replaced the data of a parameter or wrote to a frozen one, or an update
+        failed and all parameters were written since. A write to a trained one is settled before the next read."""
+        if self.file.failure is not None:
+            return not any(self._are_kept())
+        if self.spec.trainable:
+            pairs = zip(self.slots, self._addresses, strict=True)
+            return any(has_moved(slot.own, address) for slot, address in pairs)
+        return not all(self._are_kept())
+
+    def _are_kept(self) -> Iterator[bool]:
+        """Yield for each parameter whether its value is that of the file."""
+        for slot, address in zip(self.slots, self._addresses, strict=True):
+            yield self.file.has(slot.param) and not has_moved(slot.own, address)
 
     def check_unchanged(self) -> None:
         """Raise FrozenChanged if a frozen parameter was written in this step, and FrozenFileChanged if somebody else

@@ -258,7 +258,8 @@ class _Walk:
 
         def may_return(bucket: int, level: Level) -> bool:
             levels = self._with(bucket, level)
-            if not self.evaluator.facts.allows(levels):
+            # Parameters that may be on disk take fewer bytes of the host than the staging of those on the device.
+            if not (self.evaluator.facts.allows(levels) and self._fits_host(levels)):
                 return False
             if self.evaluator.memory.peak_bytes(levels, self.ahead) > self._budget_bytes:
                 return False

@@ -31,7 +31,7 @@ IN_MEMORY = make_plan(GRAPH, BUCKETS, ["host", "resident", "host", "resident", "
 
 
 def on_disk(made: Plan, *params: str) -> Plan:
-    """Return `made` with all state and frozen parameters on disk, and the trained parameters of the buckets `params`."""
+    """Return `made` with all state and frozen parameters on disk, and the trained ones of the buckets `params`."""
     homes = (
         replace(home, optim=Tier.DISK, param=Tier.DISK if home.bucket in ("b0", *params) else home.param)
         for home in made.placements
