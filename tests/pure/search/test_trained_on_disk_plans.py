@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_bytes_are_those_of_a_home_on_the_host_but_on_the_host() -> None:
     verify(GRAPH, with_peaks(GRAPH, moved))
 
 
-def over_by(nbytes: int, **more: object) -> Problem:
+def over_by(nbytes: int, **more: Any) -> Problem:
     """Return a problem whose host has so many bytes less than all state on disk leaves there."""
     budget_bytes = host_bytes(on_disk(IN_MEMORY)) - nbytes
     return problem_of(GRAPH, host_budget_bytes=budget_bytes, disk=True, params_to_disk=True, **more)
@@ -95,14 +96,16 @@ def small_rings() -> Iterator[None]:
         yield
 
 
-def small_problem(**more: object) -> Problem:
+def small_problem(**more: Any) -> Problem:
     """Return a problem whose host has room for gradients, and for half of the parameters beside them."""
     problem = problem_of(chain(layers_of(0, 0, (4096,) * 6)), disk=True, **more)
     kept = plan(replace(problem, disk=False), "keep_all")
     problem = replace(problem, budget_bytes=int(0.4 * kept.prediction.device_peak_bytes))
     made = plan(problem, "greedy")
     param_bytes = sum(own.nbytes for own in made.buckets if made.placement(own.id).param is Tier.HOST)
-    return replace(problem, host_budget_bytes=3 * param_bytes // 2 + rings_bytes(made.buckets, made.buckets))
+    return replace(
+        problem, host_budget_bytes=3 * param_bytes // 2 + rings_bytes(made.buckets, [own.id for own in made.buckets])
+    )
 
 
 def there(made: Plan) -> list[BucketId]:
