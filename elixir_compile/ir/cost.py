@@ -211,13 +211,12 @@ ROUGH_DISK_BYTES_PER_S = 1e9
 def disk_s(bucket: Bucket, cluster: Cluster) -> float:
     """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
     disk."""
-    nbytes = bucket.shard_state_nbytes() * cluster.num_local_ranks
-    return disk_read_s(nbytes, cluster) + disk_write_s(nbytes, cluster)
+    return disk_both_ways_s(bucket.shard_state_nbytes() * cluster.num_local_ranks, cluster)
 
 
-def disk_write_s(nbytes: int, cluster: Cluster) -> float:
-    """Return the seconds in which the ranks of a node write `nbytes` in all to the disk."""
-    return nbytes / (cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
+def disk_both_ways_s(nbytes: int, cluster: Cluster) -> float:
+    """Return the seconds in which the ranks of a node read `nbytes` in all from the disk and write them back."""
+    return disk_read_s(nbytes, cluster) + nbytes / (cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
 
 
 def disk_read_s(nbytes: int, cluster: Cluster) -> float:

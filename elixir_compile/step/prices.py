@@ -20,9 +20,9 @@ from elixir_compile.ir.cost import (
     collective_s,
     copy_s,
     corrected_s,
+    disk_both_ways_s,
     disk_read_s,
     disk_s,
-    disk_write_s,
     host_memory_s,
     is_free,
     op_s,
@@ -185,7 +185,7 @@ def prices(
     """
     away = [group for group in activations if group.saving is Saving.OFFLOAD]
     ops = OpSeconds(graph, cluster, measured) if ops is None else ops
-    lane_of = _lanes(cluster)
+    lane_of, homes = _lanes(cluster), (Tier.DEVICE, Tier.HOST)
     sliced = crossings(as_run(graph, activations, divided_into), away) if away and divided_into else {}
     device_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.DEVICE, cluster) for bucket in buckets}
     host_update_s: dict[str, float] = {bucket.id: update_s(bucket, Tier.HOST, cluster) for bucket in buckets}
@@ -210,11 +210,7 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
-        param_disk_s={
-            bucket.id: disk_read_s(bucket.nbytes, cluster) + disk_write_s(bucket.nbytes, cluster)
-            for bucket in buckets
-            if bucket.trainable
-        },
+        param_disk_s={b.id: disk_both_ways_s(b.nbytes, cluster) for b in buckets if b.trainable},
         reads={bucket.id: _read(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
         sharded=sharded_buckets(buckets),
@@ -224,14 +220,9 @@ def prices(
             (bucket.id, home): streamed_copies(bucket, home, cluster)
             for bucket in buckets
             if bucket.trainable
-            for home in (Tier.DEVICE, Tier.HOST)
+            for home in homes
         },
-        add_s={
-            (bucket.id, home): add_s(bucket, home, cluster)
-            for bucket in buckets
-            if bucket.sum_nbytes
-            for home in (Tier.DEVICE, Tier.HOST)
-        },
+        add_s={(b.id, home): add_s(b, home, cluster) for b in buckets if b.sum_nbytes for home in homes},
     )
 
 

@@ -13,11 +13,12 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import InvalidOption
 from elixir_compile.base.options import Options, parse_options
 from elixir_compile.graph.capture.modules import unmanaged_reason
-from elixir_compile.ir import Tier
+from elixir_compile.ir import Placement, Saving, Tier
 from elixir_compile.ir.hardware import preset
 from elixir_compile.ir.hardware.presets import MACHINES
-from elixir_compile.search.space.buckets import Level
+from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.tools.cli.main import app
+from tests.pure.step.test_bytes import BUCKET
 from tests.run.habits.table import PAGE, page_text
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -65,6 +66,12 @@ def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text(encoding="utf-8")
 
 
+def gradients_stay_on_the_host() -> bool:
+    """Return whether the host holds the gradients of parameters on disk, and no more of them."""
+    home = Placement(bucket=BUCKET.id, param=Tier.DISK, optim=Tier.DISK, resident=True)
+    return bucket_host_bytes(BUCKET, home) == BUCKET.shard_grad_nbytes() > 0
+
+
 def has_no_option(*words: str) -> bool:
     return not any(word in name for name in Options.__dataclass_fields__ for word in words)
 
@@ -89,7 +96,7 @@ HOLDS: dict[str, Callable[[], bool]] = {
     "Windows and macOS": lambda: "Operating System :: Microsoft" not in (ROOT / "pyproject.toml").read_text(),
     "Single activations": lambda: has_no_option("tensor"),
     "One budget for models of several threads or ranks": lambda: "- Models of other threads" in page("memory.md"),
-    "Trained parameters on disk": lambda: all(level.home is not Tier.DISK for level in Level),
+    "Gradients and activations on disk": lambda: "disk" not in [*Saving] and gradients_stay_on_the_host(),
     "Writes through `module.weight.data` of a parameter on the host, on an accelerator,": lambda: (
         "is lost, and nothing notices it" in page("accelerators.md")
     ),
