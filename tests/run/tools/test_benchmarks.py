@@ -153,8 +153,9 @@ def test_plans_equal_the_saved_ones(grid: Any, number: int) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
 @pytest.mark.parametrize(("ranks", "share", "most_gap"), [(8, 0.6, 0.01), (1, 1.0, 0.03)])
 def test_a_step_of_busy_lanes_is_near_its_bound(grid: Any, ranks: int, share: float, most_gap: float) -> None:
-    """On eight ranks gathers and reduces take as long as compute: without candidates that leave time free on lanes, the
-    gap is 4.3 %. On one the host updates most of the model: if its buckets are spread over all layers, it is 12.8 %."""
+    """On eight ranks gathers and reduces take as long as compute: if the search neither decides when the host begins,
+    nor leaves time free on lanes, the gap is 4.3 %. On one the host updates most of the model: if its buckets are
+    spread over all layers, it is 12.8 %."""
     case = grid.Case(model="gpt2-4b", batch=4, machine="rtx4090-24g", ranks=ranks, state=12)
     problem = grid.problem_from(case, grid.capture_of(case.model, case.batch, case.layers))
     problem = replace(problem, budget_bytes=int(share * problem.budget_bytes))
