@@ -266,7 +266,9 @@ def gaps() -> Iterator[str]:
         "",
         f"`python benchmarks/planner_full.py`: {len(rows)} plans for GPUs that are not here, so their steps are",
     )
-    yield from ("**simulated**. [All rows](../benchmarks/results/planner_full.md).", "")
+    yield "**simulated**. [All rows](../benchmarks/results/planner_full.md). They are older than the simulator in which"
+    yield "the host begins when its last gradient has come: [some of them since](how-the-planner-chooses.md#measured)."
+    yield ""
     quartiles = {
         name: (min(values), *statistics.quantiles(values, n=4), max(values)) for name, values in columns.items()
     }
