@@ -66,6 +66,25 @@ class WholeUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockUpdate:
+    """What the update of a parameter takes, or those of a bucket, if its elements are updated block by block in fp32
+    scratch tensors, on the host too: `optim.masters`."""
+
+    work_nbytes: int = field(default=0, metadata=LEFT_OUT)
+    """Bytes of these tensors, in the memory beside which the update runs; 0 without masters, for bf16 statistics."""
+    works_on_device: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether they are memory of the device wherever the update runs, because the device is a CPU."""
+
+    @classmethod
+    def of_all(cls, each: Sequence["BlockUpdate"]) -> "BlockUpdate":
+        """Return what the updates of `each` take one after another."""
+        return cls(
+            work_nbytes=max(one.work_nbytes for one in each),
+            works_on_device=any(one.works_on_device for one in each),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
     """What a plan depends on of one parameter, beside its storage in the graph."""
 
@@ -84,8 +103,8 @@ class Param:
     """The dtypes of narrower moments that a plan may choose, each with the bytes of state under it."""
     whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
     """What its update takes if it reads the whole tensor; None if each element is updated by itself."""
-    in_blocks: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether its elements are updated block by block in fp32 scratch tensors, on the host too: `optim.masters`."""
+    block_update: BlockUpdate | None = field(default=None, metadata=LEFT_OUT)
+    """What its update takes if its elements are updated block by block in fp32; None if not."""
     grad_nbytes: int = field(default=0, metadata=LEFT_OUT)
     """Bytes of the gradient after its reduce, over all ranks; 0 if nobody asks for them."""
     sum_nbytes: int = field(default=0, metadata=LEFT_OUT)
@@ -103,10 +122,12 @@ class Param:
     can be read from there, and takes no memory of the host; `runtime.disk_params` compares its bits with the file."""
 
     def works_as(self, *, is_cpu: bool) -> "Param":
-        """Return the parameter with the work space of its whole update on the device always if the device `is_cpu`."""
-        if self.whole_update is None:
-            return self
-        return replace(self, whole_update=replace(self.whole_update, works_on_device=is_cpu))
+        """Return the parameter with the work space of its update on the device always if the device `is_cpu`."""
+        if self.whole_update is not None:
+            return replace(self, whole_update=replace(self.whole_update, works_on_device=is_cpu))
+        if self.block_update is not None:
+            return replace(self, block_update=replace(self.block_update, works_on_device=is_cpu))
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,8 +164,8 @@ class Bucket:
     block of values, which `state_nbytes` includes."""
     whole_update: WholeUpdate | None = field(default=None, metadata=LEFT_OUT)
     """What the updates of its parameters take if each reads a whole tensor; None if each element is updated alone."""
-    in_blocks: bool = field(default=False, metadata=LEFT_OUT)
-    """Whether elements are updated block by block in fp32 scratch tensors, on the host too."""
+    block_update: BlockUpdate | None = field(default=None, metadata=LEFT_OUT)
+    """What updates of elements block by block in fp32 take; None if elements are not updated so."""
     owned_updates: tuple[WholeUpdate, ...] = field(default=(), metadata=LEFT_OUT)
     """By rank, what the updates of the parameters take that it owns whole; empty if each rank updates all of them."""
     is_ragged: bool = field(default=False, metadata=LEFT_OUT)
@@ -275,13 +296,15 @@ class Bucket:
 
     @property
     def work_nbytes(self) -> int:
-        """Bytes of the work space of an update on this rank; 0 if each element is updated alone."""
-        return 0 if self.own_update is None else self.own_update.work_nbytes
+        """Bytes of the work space of an update on this rank; 0 if each element is updated alone, without scratch."""
+        works = self.own_update or self.block_update
+        return 0 if works is None else works.work_nbytes
 
     @property
     def works_on_device(self) -> bool:
         """Whether this work space is memory of the device wherever the update runs."""
-        return self.own_update is not None and self.own_update.works_on_device
+        works = self.own_update or self.block_update
+        return works is not None and works.works_on_device
 
     def seen_by(self, rank: int) -> "Bucket":
         """Return the bucket in the plan of `rank`."""

@@ -285,7 +285,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
         moved_bytes = ADAM_BYTES_PER_ELEMENT
         if bucket.state_dtype is not None:
             moved_bytes = _NARROW_BYTES_PER_ELEMENT[bucket.state_dtype]
-        elif bucket.in_blocks or _has_exact_master(bucket):
+        elif bucket.block_update is not None or _has_exact_master(bucket):
             moved_bytes += MASTER_BYTES_PER_ELEMENT.get(bucket.dtype, 0)
         over_fp32 = moved_bytes / ADAM_BYTES_PER_ELEMENT
         if cluster.host.update_forms and not cluster.copies_overlap:
@@ -299,7 +299,7 @@ def update_s(bucket: Bucket, tier: Tier, cluster: Cluster) -> float:
 
 def _host_over_fp32(bucket: Bucket, host: HostProfile) -> float:
     """Return the seconds of an update of `bucket` on the host over those of as many elements of AdamW in fp32."""
-    if bucket.in_blocks:
+    if bucket.block_update is not None:
         narrow = 0.0 if bucket.state_dtype is None else _NARROW_BLOCKS_OVER_FP32
         return 1.0 + _BLOCKS_OVER_FP32[bucket.dtype] + narrow
     if bucket.state_dtype is None and not _has_exact_master(bucket):

@@ -135,7 +135,7 @@ class AdamWRule(UpdateRule):
         on_host: list[ParamUpdate] = []
         on_device: list[ParamUpdate] = []
         for each in updates:
-            weight, _, state = each
+            weight, state = each.weight, each.state
             rest, form = rest_name_of(state), form_of(state)
             is_exact = form is MomentForm.FLOAT32 or weight.dtype != torch.float32
             is_own_master = self.precision.masters is torch.bfloat16 and weight.dtype == torch.bfloat16
@@ -178,14 +178,13 @@ class AdamWRule(UpdateRule):
     def _on_host(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         kinds: dict[tuple[torch.dtype, MomentForm, str | None], list[ParamUpdate]] = {}
         for each in updates:
-            weight, _, state = each
-            if weight.numel():  # else the shard of this rank is empty, but all ranks count steps
-                kinds.setdefault((weight.dtype, form_of(state), rest_name_of(state)), []).append(each)
+            if each.weight.numel():  # else the shard of this rank is empty, but all ranks count steps
+                kinds.setdefault((each.weight.dtype, form_of(each.state), rest_name_of(each.state)), []).append(each)
         for (_, form, rest), members in kinds.items():
-            steps = [int(state["step"]) + 1 for *_, state in members]
+            steps = [int(one.state["step"]) + 1 for one in members]
             names = [*([] if rest is None else [rest]), *layouts_of(form), *self.statistics(group)[2:]]
             passes = [
-                [weight, in_order_of(grad, weight), *(state[name] for name in names)] for weight, grad, state in members
+                [one.weight, in_order_of(one.grad, one.weight), *(one.state[name] for name in names)] for one in members
             ]
             for indices, operands in coalesce(passes, steps):
                 self._pass(operands, form, steps[indices[0]], group)
@@ -193,8 +192,8 @@ class AdamWRule(UpdateRule):
                     # The pass wrote through other tensors over the same memory. It reads gradients only.
                     written = [tensor for index in indices for tensor in (passes[index][0], *passes[index][2:])]
                     torch.autograd.graph.increment_version(written)
-        for *_, state in updates:
-            state["step"].add_(1)
+        for each in updates:
+            each.state["step"].add_(1)
 
     def _pass(self, operands: Sequence[torch.Tensor], form: MomentForm, step: int, group: Mapping[str, Any]) -> None:
         """Run step number `step` on joined operands of `_on_host`."""
@@ -230,7 +229,8 @@ class AdamWRule(UpdateRule):
 
     def _on_device(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         kinds: dict[tuple[object, ...], list[_Param]] = {}
-        for weight, grad, state in updates:
+        for each in updates:
+            weight, grad, state = each.weight, each.grad, each.state
             rest, form = rest_name_of(state), form_of(state)
             is_exact = rest is not None and form is MomentForm.FLOAT32
             param = _Param(

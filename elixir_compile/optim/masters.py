@@ -26,8 +26,11 @@ BLOCK = 1 << 22
 still moves more bytes than its launch takes time for."""
 NOISY_BLOCK = 1 << 20
 """Elements of a batch that is decoded or rounded with noise: its scratch tensors take 40 MiB then."""
-SCRATCH_BYTES_PER_ELEMENT = {torch.bfloat16: 8, torch.float16: 4}
+_SCRATCH_BYTES_PER_ELEMENT = {torch.bfloat16: 8, torch.float16: 4}
 """Bytes of the scratch tensors of a batch for each of its elements, by the dtype of parameters with masters."""
+_MORE_BYTES_PER_ELEMENT = {torch.bfloat16: 4, torch.float16: 0}
+"""Bytes beside them while masters are joined and split: on a CPU torch converts the int16 halves to int32 before it
+adds or subtracts them (measured: 12 bytes in all), elsewhere a mask takes one."""
 _ALIGN = 4
 """Pieces begin at multiples of this many fp32 elements, which kernels load at once."""
 
@@ -56,6 +59,12 @@ def begin_rest(param: torch.Tensor, state: State, target: torch.Tensor) -> None:
 def rest_name_of(state: Mapping[str, Any]) -> str | None:
     """Return the name under which `state` has the rest of a master; None if the parameter has no master there."""
     return next((name for name in REST_NAMES.values() if name in state), None)
+
+
+def scratch_nbytes(dtype: torch.dtype, numel: int, work_nbytes: int = 0) -> int:
+    """Return the most bytes that an update of `numel` elements in `dtype` with masters takes at once beside weights,
+    gradients and state, if it takes `work_nbytes` in fp32 between join and split."""
+    return numel * _SCRATCH_BYTES_PER_ELEMENT[dtype] + max(numel * _MORE_BYTES_PER_ELEMENT[dtype], work_nbytes)
 
 
 def grad_scale(weight: torch.Tensor, group: Mapping[str, Any]) -> float:

@@ -2,9 +2,12 @@
 and how many steps it has counted.
 """
 
+import itertools
 import math
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -149,12 +152,73 @@ def forms_of(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return getattr(state, "forms", state)
 
 
+NO_PLACES: Mapping[str, torch.Tensor] = MappingProxyType({})
+
+
 class ParamUpdate(NamedTuple):
     """The tensors of a parameter in an update, all on one device."""
 
     weight: torch.Tensor
     grad: torch.Tensor
     state: State
+    places: Mapping[str, torch.Tensor] = NO_PLACES
+    """Memory by name for statistics that the update may make, where the plan wants them; what is there is not read."""
+
+
+class StatesInPlace(defaultdict[torch.Tensor, Any]):
+    """The state of a transient optimizer. `places` has memory by the id of a parameter for what the class makes."""
+
+    def __init__(self, places: Mapping[int, Mapping[str, torch.Tensor]]) -> None:
+        super().__init__(dict)
+        self._places = places
+
+    def __missing__(self, param: torch.Tensor) -> dict[str, Any]:
+        found = self[param] = _InPlace(self._places.get(id(param), {}))
+        return found
+
+
+class _InPlace(dict[str, Any]):
+    """The state of a parameter in its first step: what the class puts into it moves into its place at once.
+
+    So a class never holds a statistic twice, in memory of its own and where the plan wants it, while it computes.
+    """
+
+    def __init__(self, places: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._places = places
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        for path, own in paths_of(value, name) if self._places else ():
+            place = self._places.get(path)
+            if place is None or type(own) is not torch.Tensor or own.device != place.device:
+                continue
+            is_like = (own.shape, own.stride(), own.dtype) == (place.shape, place.stride(), place.dtype)
+            storage = own.untyped_storage()
+            # A view of it, for example, would not follow.
+            if is_like and storage.nbytes() == own.nbytes and compat.num_holders(storage) == 1:
+                own.data = place.copy_(own)
+
+
+def store_made(one: ParamUpdate) -> None:
+    """Copy the statistics that the update made into their places, unless they are there or of another kind."""
+    for name, place in one.places.items():
+        value = one.state.get(name)
+        if isinstance(value, torch.Tensor) and (place.shape, place.dtype) == (value.shape, value.dtype):
+            one.state[name] = place if value.data_ptr() == place.data_ptr() else place.copy_(value)
+
+
+def paths_of(value: object, path: str = "") -> Iterator[tuple[str, object]]:
+    """Yield the leaves of nested mappings, lists and tuples, each with its path: keys and positions between dots."""
+    if isinstance(value, Mapping):
+        entries = value.items()
+    elif isinstance(value, list | tuple):
+        entries = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, entry in entries:
+        yield from paths_of(entry, f"{path}.{key}" if path else str(key))
 
 
 GRAD_SCALE = " grad_scale"
@@ -259,8 +323,6 @@ class GroupSlice:
     params: tuple[nn.Parameter, ...]
     updates: tuple[ParamUpdate, ...]
     """Of each parameter what is on this rank: its own memory, or copies on the host for a host update."""
-    buffers: tuple[Mapping[str, torch.Tensor], ...]
-    """For each parameter, host tensors by name for statistics created by the update."""
     group: Mapping[str, Any]
 
     @property
@@ -303,15 +365,16 @@ def group_slice_of(
     params: Sequence[nn.Parameter],
     states: Mapping[nn.Parameter, State],
     group: Mapping[str, Any],
-    buffers: Sequence[Mapping[str, torch.Tensor]] = (),
+    places: Sequence[Mapping[str, torch.Tensor]] = (),
 ) -> GroupSlice:
-    """Return the slice of `group` with `params`; each parameter must have a gradient."""
+    """Return the slice of `group` with `params`; each parameter must have a gradient. `places` has memory by parameter
+    for the statistics that the update may make."""
     return GroupSlice(
         params=tuple(params),
         updates=tuple(
-            ParamUpdate(own_shard(param).detach(), compat.settled(own_grad(param)), states[param]) for param in params
+            ParamUpdate(own_shard(param).detach(), compat.settled(own_grad(param)), states[param], own)
+            for param, own in zip(params, places or itertools.repeat(NO_PLACES, len(params)), strict=True)
         ),
-        buffers=tuple(buffers),
         group=snapshot(group),
     )
 

@@ -343,10 +343,10 @@ class StatePlacer:
             if bucket.placement.optim is Tier.DISK and bucket.spec.trainable:
                 self.disk.reserve(bucket, params, group)
 
-    def buffers_of(
+    def places_of(
         self, bucket: RunningBucket, params: Sequence[nn.Parameter], group: Mapping[str, Any]
     ) -> tuple[Mapping[str, torch.Tensor], ...]:
-        """Return, for each of `params`, the host tensors by name for statistics created by the update.
+        """Return, for each of `params`, the host tensors by name for statistics made by the update.
 
         The mappings are empty if the rule does not create state, or if the home of the state is not the host.
         """

@@ -93,16 +93,14 @@ class MemoryParam(PassingParam):
         self,
         of: ParamUpdate,
         layouts: Mapping[str, StatisticLayout],
-        made: Mapping[str, torch.Tensor],
         *,
         is_away: bool = False,
         is_whole: bool = False,
         home: torch.device | None = None,
     ) -> None:
-        """`made` has memory for statistics that the update may make. `is_away` says that weight and gradient pass
-        through the room too, `is_whole` that the parameter is not cut."""
-        weight, _, state = of
-        homes = dict(made)
+        """`is_away` says that weight and gradient pass through the room too, `is_whole` that the parameter is not
+        cut."""
+        weight, state, homes = of.weight, of.state, dict(of.places)
         begun = [
             name
             for name, value in state.items()
@@ -213,6 +211,11 @@ class Segment(Generic[R]):
         }
         return self
 
+    @property
+    def places(self) -> Mapping[str, torch.Tensor]:
+        """Memory in the room for the statistics that the update may make."""
+        return {name: here for name, here in self.statistics.items() if name not in self.param.begun}
+
     def given(self, rule: UpdateRule, group: Mapping[str, Any], device: torch.device) -> State:
         """Return the state with which `rule` updates the segment on `device`: its statistics, and copies of all else.
 
@@ -274,7 +277,7 @@ def update(
         note_num_steps(step, int(number))
         states[index]["step"] = step
     given = zip(segments, states, strict=True)
-    rule.update([ParamUpdate(segment.weight, segment.grad, state) for segment, state in given], group)
+    rule.update([ParamUpdate(segment.weight, segment.grad, state, segment.places) for segment, state in given], group)
     for index, (segment, state) in enumerate(zip(segments, states, strict=True)):
         segment.keep(state, is_counted=index in counted)
 
@@ -354,16 +357,15 @@ class Streamed:
 
     def params(self, part: GroupSlice) -> Iterator[MemoryParam]:
         """Yield each parameter of `part`."""
-        made = part.buffers or ({},) * len(part.params)
-        for param, each, own in zip(part.params, part.updates, made, strict=True):
+        for param, each in zip(part.params, part.updates, strict=True):
             layouts = self.rule.state_layouts(param, part.group)
-            yield MemoryParam(each, layouts, own, is_away=self.is_away, is_whole=self.is_whole, home=_HOST)
+            yield MemoryParam(each, layouts, is_away=self.is_away, is_whole=self.is_whole, home=_HOST)
 
     @property
     def must_reorder_gradients(self) -> bool:
         """Whether a gradient on the host must be copied there, because its elements are in another order."""
         each = (each for part in self.parts for each in part.updates)
-        return self.is_away and not all(is_alike(grad, weight) for weight, grad, _ in each)
+        return self.is_away and not all(is_alike(one.grad, one.weight) for one in each)
 
 
 class Passed(NamedTuple):

@@ -27,7 +27,7 @@ from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.disk import DiskUpdate
 from elixir_compile.optim.guard import GradientGuard, watch
 from elixir_compile.optim.host.kernel import host_threads_for, on_host_threads
-from elixir_compile.optim.rule import GroupSlice, ParamUpdate, UpdateRule, group_slice_of, on_host, require_dense
+from elixir_compile.optim.rule import GroupSlice, UpdateRule, group_slice_of, on_host, require_dense
 from elixir_compile.optim.state import StateBuffers, StatePlacer, States, group_by_bucket
 from elixir_compile.optim.streaming import Stream, Streamed
 from elixir_compile.runtime.bucket import RunningBucket
@@ -120,8 +120,8 @@ class Updater:
             unplanned_by_group.append((unplanned, group))
             self.placer.place(states, group, buckets)
             for bucket, members in buckets.items():
-                buffers = self.placer.buffers_of(bucket, members, group)
-                parts.setdefault(bucket, []).append(group_slice_of(members, states, group, buffers))
+                places = self.placer.places_of(bucket, members, group)
+                parts.setdefault(bucket, []).append(group_slice_of(members, states, group, places))
         for unplanned, group in unplanned_by_group:  # after the checks above for failed updates and a full disk
             for param in unplanned:
                 self.placer.place_beside(states, param, group)
@@ -206,7 +206,6 @@ class BucketUpdate:
             for part in self.parts:
                 self.executor.lanes.touches(part.grads, (*part.weights, *part.memory))
                 self.rule.update(part.updates, part.group)
-                _store_results(part)
 
     def streamed(self) -> Streamed:
         """Return the update as one that passes through the device."""
@@ -256,7 +255,6 @@ class BucketUpdate:
                 for part in parts if disk is None else ():
                     lanes.touches(part.grads, (*part.weights, *part.memory))
                     rule.update(part.updates, part.group)
-                    _store_results(part)
             ledger.count_updated(num_elements)
             guard.check()
             if not copied_back:
@@ -278,7 +276,7 @@ class BucketUpdate:
         weights = self._landing("landed param", part.params, part.weights, label(Verb.OFFLOAD, BucketRef(of)), number)
         grads = self._landing("landed grad", part.params, part.grads, label(Verb.OFFLOAD, GradientRef(of)), number)
         landed = zip(weights, grads, part.updates, strict=True)
-        return replace(part, updates=tuple(ParamUpdate(weight, grad, each.state) for weight, grad, each in landed))
+        return replace(part, updates=tuple(each._replace(weight=weight, grad=grad) for weight, grad, each in landed))
 
     def _landing(
         self, kind: str, params: Sequence[nn.Parameter], values: Sequence[torch.Tensor], name: str, number: int
@@ -288,12 +286,3 @@ class BucketUpdate:
         ledger = self.executor.ledger
         with d2h.behind_compute(), ledger.span(Lane.D2H, name, nbytes, times=0, piece=number, graph=""):
             return self.buffers.copies(self.bucket, kind, dict(zip(params, values, strict=True)), d2h)
-
-
-def _store_results(part: GroupSlice) -> None:
-    """Move each statistic that has a buffer, in the same shape and dtype, into the buffer."""
-    for each, made in zip(part.updates, part.buffers, strict=False):
-        for name, target in made.items():
-            value = each.state.get(name)
-            if isinstance(value, torch.Tensor) and (target.shape, target.dtype) == (value.shape, value.dtype):
-                each.state[name] = target if target is value else target.copy_(value)

@@ -253,7 +253,7 @@ class _Walk:
 
     def work(self, bucket: Bucket) -> int:
         """Return the work space of the largest parameter of `bucket` on the rank."""
-        own = bucket.owned_updates[bucket.rank] if bucket.owned_updates else bucket.whole_update
+        own = bucket.owned_updates[bucket.rank] if bucket.owned_updates else bucket.whole_update or bucket.block_update
         return 0 if own is None else own.work_nbytes
 
     def room(self, bucket: Bucket) -> int:
@@ -280,7 +280,7 @@ class _Walk:
     @staticmethod
     def is_cpu(bucket: Bucket) -> bool:
         """Return whether the work space of `bucket` is on the device wherever its update runs."""
-        return bucket.whole_update is not None and bucket.whole_update.works_on_device
+        return any(own is not None and own.works_on_device for own in (bucket.whole_update, bucket.block_update))
 
     def host_bytes(self) -> int:
         total_bytes = sum(group.nbytes for group in self.offloaded.values())

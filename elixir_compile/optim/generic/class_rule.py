@@ -26,7 +26,6 @@ step runs again in each step, so a new learning rate or step count is an input o
 
 import copy
 import logging
-import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,14 +35,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from elixir_compile import compat
 from elixir_compile.graph.capture.node_facts import leaves_of
 from elixir_compile.graph.ops.optimizers import REST_NAMES, has_master, updated_dtype
 from elixir_compile.graph.ops.registry import gathered_numel
 from elixir_compile.graph.ops.shards import is_whole, own_shard
-from elixir_compile.ir import Param, WholeUpdate
+from elixir_compile.ir import BlockUpdate, Param, WholeUpdate
 from elixir_compile.ir.cost import MASTER_BYTES_PER_ELEMENT
-from elixir_compile.optim.generic.code import Form, Pass, Recorder, TapeError, compiled, is_same, samples
+from elixir_compile.optim.generic.code import ClassPasses
 from elixir_compile.optim.generic.dry_step import (
     NO_HYPERPARAMETERS,
     ClassStep,
@@ -57,9 +55,8 @@ from elixir_compile.optim.generic.dry_step import (
     joined_at_shapes,
 )
 from elixir_compile.optim.generic.tensor_step import TensorStep, flat_state, nested_state, tensor_step, work_bytes_of
-from elixir_compile.optim.host import HostThreads, host_threads_for
-from elixir_compile.optim.host.passes import coalesce
-from elixir_compile.optim.masters import SCRATCH_BYTES_PER_ELEMENT, Wide, batches, rest_layouts
+from elixir_compile.optim.host import host_threads_for
+from elixir_compile.optim.masters import Wide, batches, rest_layouts, scratch_nbytes
 from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise
 from elixir_compile.optim.rule import (
     GRAD_SCALE,
@@ -69,12 +66,12 @@ from elixir_compile.optim.rule import (
     UpdateRule,
     flat_order,
     forms_of,
-    in_order_of,
     note_num_steps,
     num_steps,
     state_nbytes,
+    store_made,
 )
-from elixir_compile.optim.streaming import MemoryParam, Segment, update
+from elixir_compile.optim.streaming import CUT_NUMEL, MemoryParam, Segment, update
 from elixir_compile.runtime.bucket import flat
 
 log = logging.getLogger("elixir_compile")
@@ -84,6 +81,8 @@ _MASTER_KERNELS = 10
 """Ops that join a master and split it again: see `masters`."""
 _BLOCK = 1 << 20
 """Elements in fp32 at a time: 4 MiB for each statistic."""
+_LEAST_FIRST_BLOCK = 1 << 14
+"""The fewest elements at a time in the first step of a large tensor, and `_BLOCK` are the most."""
 _NUM_UPDATES = "num_updates"
 """The entry of a state that counts updates if the class does not, as SGD and Lion. The noise of each update must be its
 own: with the same noise in every update, a statistic that decays slowly is rounded back to its value each time."""
@@ -279,6 +278,8 @@ class ClassRule(UpdateRule):
         self._attributes: Mapping[str, Any] = {}
         self._host_attributes = HostAttributes()
         self._passes = ClassPasses()
+        self._num_first_blocks = 16
+        """The parts of a large tensor on the host in its first step; 1 if it is a part."""
         self._reasons: dict[int, tuple[object, str]] = {}
         """By index of a param group why it is not placed, and for which parameters: a cache, read at each bucket."""
 
@@ -399,24 +400,22 @@ class ClassRule(UpdateRule):
             step = self.known.tensor_step(param, group)
             state_bytes = step.state_bytes if step.state is not None else 2 * gathered_numel(param) * param.itemsize
             return Param(is_trained=True, state_nbytes=state_bytes)
-        narrow = bool(self._narrow(group, updated_dtype(param)))
-        return replace(
-            super().param_state(param, group),
-            state_dtype="bfloat16" if narrow else None,
-            in_blocks=narrow or has_master(param),
-        )
+        found = super().param_state(param, group)
+        if narrow := bool(self._narrow(group, updated_dtype(param))):
+            found = replace(found, state_dtype="bfloat16")
+        if narrow or has_master(param):
+            numel = min(_BLOCK, gathered_numel(param))
+            work_bytes = scratch_nbytes(param.dtype, numel) if has_master(param) else 0
+            found = replace(found, block_update=BlockUpdate(work_nbytes=work_bytes))
+        return found
 
     def work_bytes(self, params: Sequence[torch.Tensor], group: Mapping[str, Any]) -> int:
         """Return the most bytes that one step of all of `params`, none of which is updated by elements, holds at once
         beside weights, gradients and state."""
         steps = (each for each in params if self.known.schema(group, updated_dtype(each)).because)
         own_bytes = work_bytes_of(self.known.tensor_step(each, group) for each in steps)
-        scratch_bytes = mask_bytes = 0
-        for param in filter(has_master, params):
-            numel = gathered_numel(param)
-            scratch_bytes = max(scratch_bytes, numel * SCRATCH_BYTES_PER_ELEMENT[param.dtype])
-            mask_bytes = max(mask_bytes, numel * (param.dtype == torch.bfloat16))
-        return scratch_bytes + max(mask_bytes, own_bytes)
+        wide = (scratch_nbytes(param.dtype, gathered_numel(param), own_bytes) for param in filter(has_master, params))
+        return max(own_bytes, *wide, 0)
 
     def as_planned(self, param: torch.Tensor, state: State, group: Mapping[str, Any]) -> State:
         """Return `state` with the statistics that are narrowed in bf16, rounded to the nearest; those of a parameter
@@ -461,8 +460,32 @@ class ClassRule(UpdateRule):
         step = ClassStep(cls=self._cls, attributes=self._attributes, group=group)
         if not group.get("fused"):  # torch's fused steps are single passes already
             exact = self._passes.update(step, exact, self.known.schema(group, exact[0].weight.dtype))
+        exact = [one for one in exact if not self._begin_in_blocks(one, group)]
         if exact:
             step.take(exact)
+        for one in exact:
+            store_made(one)
+
+    def _begin_in_blocks(self, one: ParamUpdate, group: Mapping[str, Any]) -> bool:
+        """Take the first step of `one`, whose elements are updated alone, block by block if it is a large tensor on the
+        host; return whether it is. The step of the class takes memory for each of its ops, which no plan counts; later
+        steps are single passes over memory."""
+        has_state = one.state or self.known.schema(group, one.weight.dtype).is_stateless
+        is_small = self._num_first_blocks == 1 or one.weight.numel() <= _LEAST_FIRST_BLOCK
+        is_dense = one.weight.is_contiguous() and one.grad.layout == torch.strided
+        if has_state or is_small or not is_dense or one.weight.device.type != "cpu":
+            return False
+        layouts = self._layouts(group, one.weight.dtype)
+        param = MemoryParam(one._replace(places=_places(one, layouts)), layouts)
+        size = -(-param.numel // (CUT_NUMEL * self._num_first_blocks)) * CUT_NUMEL
+        size = min(max(size, _LEAST_FIRST_BLOCK), _BLOCK)
+        of_block = copy.copy(self)
+        of_block._num_first_blocks = 1
+        for start in range(0, param.numel, size):
+            stop = min(start + size, param.numel)
+            homes = {name: param.home_of(name, start, stop) for name in layouts}
+            update([Segment(param, start, stop).put(homes)], of_block, group, one.weight.device)
+        return True
 
     def _take_whole(self, updates: Sequence[ParamUpdate], group: Mapping[str, Any]) -> None:
         """Update one tensor after another, so that there is work space for a single tensor at a time."""
@@ -474,6 +497,7 @@ class ClassRule(UpdateRule):
             for name in one.state.keys() - found.keys():
                 del one.state[name]
             one.state.update(found)
+            store_made(one)
 
     def _take_wide(self, one: ParamUpdate, group: Mapping[str, Any], factor: float) -> None:
         """Update the whole tensor of the master of `one`; its gradient is multiplied by `factor`."""
@@ -483,7 +507,7 @@ class ClassRule(UpdateRule):
         for batch in batches([wide], max(like.numel(), 1)):
             tensors = (*batch.joined(), *batch.grads(factor))
             master, grad = (each.as_strided(like.shape, like.stride()) for each in tensors)
-            self._take_whole([ParamUpdate(master, grad, entries)], group)
+            self._take_whole([ParamUpdate(master, grad, entries, one.places)], group)
             batch.split()
         _note_results(one, entries)
 
@@ -513,6 +537,12 @@ class ClassRule(UpdateRule):
 def rest_of(one: ParamUpdate) -> torch.Tensor | None:
     """Return the rest of the master of the updated parameter; None if the parameter has no master."""
     return one.state.get(REST_NAMES.get(one.weight.dtype, ""))
+
+
+def _places(one: ParamUpdate, layouts: Mapping[str, StatisticLayout]) -> Mapping[str, torch.Tensor]:
+    """Return memory for the statistics in `layouts` that `one` has not yet."""
+    missing = ((name, layout) for name, layout in layouts.items() if name not in one.state)
+    return {name: one.places[name] if name in one.places else layout.zeros(one.weight) for name, layout in missing}
 
 
 def _in_dtypes(state: State, layouts: Mapping[str, StatisticLayout]) -> State:
@@ -560,10 +590,9 @@ class _InBlocks(Wide):
 
     @classmethod
     def of_update(cls, one: ParamUpdate, layouts: Mapping[str, StatisticLayout], narrow: frozenset[str]) -> "_InBlocks":
-        weight, grad, state = one
-        entries, rest = without(state, (*REST_NAMES.values(), _NUM_UPDATES)), rest_of(one)
-        made = {name: layout.zeros(weight) for name, layout in layouts.items() if name not in state}
-        own = MemoryParam(ParamUpdate(weight, grad, entries), layouts, made)
+        state, rest = one.state, rest_of(one)
+        entries = without(state, (*REST_NAMES.values(), _NUM_UPDATES))
+        own = MemoryParam(one._replace(state=entries, places=_places(one, layouts)), layouts)
         number = num_steps(state.get("step", state.get(_NUM_UPDATES, 0))) + 1 if narrow else 0
         flats = {"weight": own.weight, "grad": own.grad, "rest": None if rest is None else flat(rest)}
         return cls(**flats, of=one, own=own, narrow=narrow, number=number)
@@ -592,174 +621,3 @@ class _InBlocks(Wide):
             state[_NUM_UPDATES] = self.number
         elif self.narrow and counts:
             note_num_steps(state["step"], self.number)
-
-
-_COMPARED = 4099
-"""Elements on which a pass is compared with its class: a prime, so that every vector width has a remainder."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """The recorded step of a parameter."""
-
-    form: Form
-    numbers: tuple[float, ...]
-    counts: Mapping[str, Any]
-    """The entries of the state after the step that are not statistics, such as `step`."""
-
-
-class ClassPasses:
-    """The host passes of an optimizer, compiled when a form is first seen."""
-
-    def __init__(self) -> None:
-        self.threads: HostThreads | None = None
-        """The threads for the passes; None for the threads of the process without a device."""
-        self._lock = threading.Lock()
-        self._passes: dict[Form, Pass | None] = {}
-        """The pass of each form; None if the form cannot run as a pass."""
-        self._said: set[str] = set()
-
-    def update(self, step: ClassStep, updates: Sequence[ParamUpdate], schema: StateSchema) -> list[ParamUpdate]:
-        """Run the updates for which a pass exists; return the remaining updates unchanged, for the class's own step."""
-        names = tuple(schema.dtypes)
-        found: dict[object, Recorded | None] = {}
-        ready: dict[tuple[Form, tuple[float, ...]], list[tuple[ParamUpdate, Recorded]]] = {}
-        left: list[ParamUpdate] = []
-        for one in updates:
-            is_begun = bool(one.state) or schema.is_stateless  # else the class's own step creates the state
-            key = _key_of(one, names) if is_begun else None
-            if key is not None and key not in found:
-                found[key] = self._recorded(step, one, names)
-            recorded = None if key is None else found[key]
-            if recorded is None:
-                left.append(one)
-            else:
-                ready.setdefault((recorded.form, recorded.numbers), []).append((one, recorded))
-        for (form, numbers), members in ready.items():
-            run = self._passes[form]
-            assert run is not None
-            places = [place for place, _ in form.outputs]
-            tensors = [_tensors_of(one, names) for one, _ in members]
-            for indices, joined in coalesce(tensors, [0] * len(tensors)):  # once for what follows each other in memory
-
-                def part(start: int, stop: int, given: Any = (run, numbers, joined)) -> None:
-                    run, numbers, joined = given
-                    run([each.data_ptr() + start * each.element_size() for each in joined], numbers, stop - start)
-
-                (self.threads or host_threads_for()).run(joined[0].numel(), part)
-                # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
-                written = [tensors[index][place] for index in indices for place in places if place != 1]
-                torch.autograd.graph.increment_version(written)
-            for (one, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
-                if grad is not one.grad and 1 in places:
-                    one.grad.data.copy_(grad)
-                for name, value in recorded.counts.items():
-                    before = one.state[name]
-                    is_tensor = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
-                    if is_tensor and before.dtype == value.dtype:
-                        before.copy_(value)
-                    else:
-                        one.state[name] = _copy_of(value)
-        return left
-
-    def _recorded(self, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded | None:
-        try:
-            recorded = _record(step, one, names)
-            with self._lock:  # unplanned parameters are updated on the training thread beside the update thread
-                if recorded.form not in self._passes:
-                    self._passes[recorded.form] = None
-                    run = compiled(recorded.form)
-                    _compare(run, recorded.form, step, one, names)
-                    self._passes[recorded.form] = run
-                return recorded if self._passes[recorded.form] is not None else None
-        except TapeError as error:
-            because = str(error)
-            if because not in self._said:
-                self._said.add(because)
-                log.warning(
-                    "%s updates on the host by its own step, in a pass over memory for each of its ops: %s",
-                    step.cls.__name__,
-                    because,
-                )
-            return None
-
-
-def _key_of(one: ParamUpdate, names: Sequence[str]) -> object:
-    """Return a key that is equal for updates with the same recorded step; None if the update cannot run as a pass.
-
-    An update can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and
-    all other state is plain numbers.
-    """
-    tensors = [one.weight, *(one.state.get(name) for name in names)]
-    shape = one.weight.shape
-    is_plain = bool(shape) and all(
-        isinstance(tensor, torch.Tensor)
-        and (tensor.dtype, tensor.device.type, tensor.shape) == (torch.float32, "cpu", shape)
-        and tensor.is_contiguous()
-        and not compat.is_lazy(tensor)
-        for tensor in tensors
-    )
-    is_dense = one.grad.dtype == torch.float32 and one.grad.layout == torch.strided
-    if not (is_plain and is_dense and one.weight.numel()):
-        return None
-    if len({tensor.data_ptr() for tensor in (one.grad, *tensors)}) <= len(tensors):  # two share memory
-        return None
-    counts = tuple((name, _comparable(value)) for name, value in one.state.items() if name not in names)
-    return None if any(value is None for _, value in counts) else (shape, counts)
-
-
-def _comparable(value: object) -> object:
-    """Return a hashable value for a plain number, text or 0-dimensional host tensor; None for anything else."""
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, value.item()) if not value.dim() and value.device.type == "cpu" else None
-    return (type(value), value) if isinstance(value, int | float | bool | str) else None
-
-
-def _record(step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded:
-    """Record `step` for `one` on tensors without values; `one` is not changed. Raises TapeError if that fails."""
-    empty = [torch.empty(one.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
-    recorder = Recorder(empty)
-    state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
-    state.update(zip(names, empty[2:], strict=True))
-    dry = ParamUpdate(weight=empty[0], grad=empty[1], state=state)
-    try:
-        with torch.no_grad(), compat.nothing_compiles(), compat.ops_seen_by(recorder.see):
-            weight, after = step.take_dry(dry)
-    except TapeError:
-        raise
-    except Exception as error:  # a user's class may raise anything for tensors without values
-        raise TapeError(f"it fails on tensors without values: {type(error).__name__}: {error}") from None
-    if after.keys() != state.keys() or any(recorder.holds(after[name]) != (name in names) for name in after):
-        raise TapeError("a step adds or removes entries of its state")
-    counts = {name: value for name, value in after.items() if name not in names}
-    form = recorder.form([weight, empty[1], *(after[name] for name in names)])
-    return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
-
-
-def _compare(run: Pass, form: Form, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> None:
-    """Raise TapeError unless `run` and the class's own step give the same bits for small tensors."""
-    weight, grad, *statistics = samples(2 + len(names), _COMPARED)
-    statistics = [statistic.abs() for statistic in statistics]  # steps take the root of some statistics
-
-    def small() -> ParamUpdate:
-        state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
-        state |= {name: statistic.clone() for name, statistic in zip(names, statistics, strict=True)}
-        return ParamUpdate(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in one.state})
-
-    expected, actual = small(), small()
-    step.take([expected])
-    tensors = _tensors_of(actual, names)
-    recorded = _record(step, actual, names)  # numbers of the step may depend on the shape
-    if recorded.form != form:
-        raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(one.weight.shape)}")
-    run([tensor.data_ptr() for tensor in tensors], recorded.numbers, _COMPARED)
-    if not all(map(is_same, tensors, _tensors_of(expected, names))):
-        raise TapeError("its compiled pass rounds differently")
-
-
-def _tensors_of(one: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
-    return [one.weight, in_order_of(one.grad, one.weight), *(one.state[name] for name in names)]
-
-
-def _copy_of(value: Any) -> Any:
-    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -3,6 +3,8 @@ torch.
 """
 
 import ctypes
+import logging
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from ctypes import c_float
 from dataclasses import dataclass
@@ -13,7 +15,13 @@ from typing import Any
 import torch
 
 from elixir_compile import compat
+from elixir_compile.optim.generic.dry_step import ClassStep, StateSchema
+from elixir_compile.optim.host import HostThreads, host_threads_for
 from elixir_compile.optim.host.build import BuildError, loaded
+from elixir_compile.optim.host.passes import coalesce
+from elixir_compile.optim.rule import ParamUpdate, in_order_of
+
+log = logging.getLogger("elixir_compile")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # C expressions for the element-wise fp32 ops of optimizers, bitwise equal to torch's CPU kernels.
@@ -549,3 +557,178 @@ def _typed(function: Any) -> Pass:
         function((ctypes.c_void_p * len(at))(*at), (ctypes.c_float * len(given))(*given), count, _mkl_root())
 
     return run
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Run the steps of an optimizer class as compiled passes, each compared with the class before its first use.
+
+
+_COMPARED = 4099
+"""Elements on which a pass is compared with its class: a prime, so that every vector width has a remainder."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """The recorded step of a parameter."""
+
+    form: Form
+    numbers: tuple[float, ...]
+    counts: Mapping[str, Any]
+    """The entries of the state after the step that are not statistics, such as `step`."""
+
+
+class ClassPasses:
+    """The host passes of an optimizer, compiled when a form is first seen."""
+
+    def __init__(self) -> None:
+        self.threads: HostThreads | None = None
+        """The threads for the passes; None for the threads of the process without a device."""
+        self._lock = threading.Lock()
+        self._passes: dict[Form, Pass | None] = {}
+        """The pass of each form; None if the form cannot run as a pass."""
+        self._said: set[str] = set()
+
+    def update(self, step: ClassStep, updates: Sequence[ParamUpdate], schema: StateSchema) -> list[ParamUpdate]:
+        """Run the updates for which a pass exists; return the remaining updates unchanged, for the class's own step."""
+        names = tuple(schema.dtypes)
+        found: dict[object, Recorded | None] = {}
+        ready: dict[tuple[Form, tuple[float, ...]], list[tuple[ParamUpdate, Recorded]]] = {}
+        left: list[ParamUpdate] = []
+        for one in updates:
+            is_begun = bool(one.state) or schema.is_stateless  # else the class's own step creates the state
+            key = _key_of(one, names) if is_begun else None
+            if key is not None and key not in found:
+                found[key] = self._recorded(step, one, names)
+            recorded = None if key is None else found[key]
+            if recorded is None:
+                left.append(one)
+            else:
+                ready.setdefault((recorded.form, recorded.numbers), []).append((one, recorded))
+        for (form, numbers), members in ready.items():
+            run = self._passes[form]
+            assert run is not None
+            places = [place for place, _ in form.outputs]
+            tensors = [_tensors_of(one, names) for one, _ in members]
+            for indices, joined in coalesce(tensors, [0] * len(tensors)):  # once for what follows each other in memory
+
+                def part(start: int, stop: int, given: Any = (run, numbers, joined)) -> None:
+                    run, numbers, joined = given
+                    run([each.data_ptr() + start * each.element_size() for each in joined], numbers, stop - start)
+
+                (self.threads or host_threads_for()).run(joined[0].numel(), part)
+                # Autograd must see the writes, but not to gradients: the class's own step does not show these either.
+                written = [tensors[index][place] for index in indices for place in places if place != 1]
+                torch.autograd.graph.increment_version(written)
+            for (one, recorded), (_, grad, *_) in zip(members, tensors, strict=True):
+                if grad is not one.grad and 1 in places:
+                    one.grad.data.copy_(grad)
+                for name, value in recorded.counts.items():
+                    before = one.state[name]
+                    is_tensor = isinstance(value, torch.Tensor) and isinstance(before, torch.Tensor)
+                    if is_tensor and before.dtype == value.dtype:
+                        before.copy_(value)
+                    else:
+                        one.state[name] = _copy_of(value)
+        return left
+
+    def _recorded(self, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded | None:
+        try:
+            recorded = _record(step, one, names)
+            with self._lock:  # unplanned parameters are updated on the training thread beside the update thread
+                if recorded.form not in self._passes:
+                    self._passes[recorded.form] = None
+                    run = compiled(recorded.form)
+                    _compare(run, recorded.form, step, one, names)
+                    self._passes[recorded.form] = run
+                return recorded if self._passes[recorded.form] is not None else None
+        except TapeError as error:
+            because = str(error)
+            if because not in self._said:
+                self._said.add(because)
+                log.warning(
+                    "%s updates on the host by its own step, in a pass over memory for each of its ops: %s",
+                    step.cls.__name__,
+                    because,
+                )
+            return None
+
+
+def _key_of(one: ParamUpdate, names: Sequence[str]) -> object:
+    """Return a key that is equal for updates with the same recorded step; None if the update cannot run as a pass.
+
+    An update can run as a pass if all tensors are fp32, dense, on the host, of equal shape and in separate memory, and
+    all other state is plain numbers.
+    """
+    tensors = [one.weight, *(one.state.get(name) for name in names)]
+    shape = one.weight.shape
+    is_plain = bool(shape) and all(
+        isinstance(tensor, torch.Tensor)
+        and (tensor.dtype, tensor.device.type, tensor.shape) == (torch.float32, "cpu", shape)
+        and tensor.is_contiguous()
+        and not compat.is_lazy(tensor)
+        for tensor in tensors
+    )
+    is_dense = one.grad.dtype == torch.float32 and one.grad.layout == torch.strided
+    if not (is_plain and is_dense and one.weight.numel()):
+        return None
+    if len({tensor.data_ptr() for tensor in (one.grad, *tensors)}) <= len(tensors):  # two share memory
+        return None
+    counts = tuple((name, _comparable(value)) for name, value in one.state.items() if name not in names)
+    return None if any(value is None for _, value in counts) else (shape, counts)
+
+
+def _comparable(value: object) -> object:
+    """Return a hashable value for a plain number, text or 0-dimensional host tensor; None for anything else."""
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, value.item()) if not value.dim() and value.device.type == "cpu" else None
+    return (type(value), value) if isinstance(value, int | float | bool | str) else None
+
+
+def _record(step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> Recorded:
+    """Record `step` for `one` on tensors without values; `one` is not changed. Raises TapeError if that fails."""
+    empty = [torch.empty(one.weight.shape, dtype=torch.float32, device="meta") for _ in range(2 + len(names))]
+    recorder = Recorder(empty)
+    state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
+    state.update(zip(names, empty[2:], strict=True))
+    dry = ParamUpdate(weight=empty[0], grad=empty[1], state=state)
+    try:
+        with torch.no_grad(), compat.nothing_compiles(), compat.ops_seen_by(recorder.see):
+            weight, after = step.take_dry(dry)
+    except TapeError:
+        raise
+    except Exception as error:  # a user's class may raise anything for tensors without values
+        raise TapeError(f"it fails on tensors without values: {type(error).__name__}: {error}") from None
+    if after.keys() != state.keys() or any(recorder.holds(after[name]) != (name in names) for name in after):
+        raise TapeError("a step adds or removes entries of its state")
+    counts = {name: value for name, value in after.items() if name not in names}
+    form = recorder.form([weight, empty[1], *(after[name] for name in names)])
+    return Recorded(form=form, numbers=tuple(recorder.numbers), counts=counts)
+
+
+def _compare(run: Pass, form: Form, step: ClassStep, one: ParamUpdate, names: Sequence[str]) -> None:
+    """Raise TapeError unless `run` and the class's own step give the same bits for small tensors."""
+    weight, grad, *statistics = samples(2 + len(names), _COMPARED)
+    statistics = [statistic.abs() for statistic in statistics]  # steps take the root of some statistics
+
+    def small() -> ParamUpdate:
+        state = {name: _copy_of(value) for name, value in one.state.items() if name not in names}
+        state |= {name: statistic.clone() for name, statistic in zip(names, statistics, strict=True)}
+        return ParamUpdate(weight=weight.clone(), grad=grad.clone(), state={name: state[name] for name in one.state})
+
+    expected, actual = small(), small()
+    step.take([expected])
+    tensors = _tensors_of(actual, names)
+    recorded = _record(step, actual, names)  # numbers of the step may depend on the shape
+    if recorded.form != form:
+        raise TapeError(f"its ops depend on the shape of a parameter, such as {tuple(one.weight.shape)}")
+    run([tensor.data_ptr() for tensor in tensors], recorded.numbers, _COMPARED)
+    if not all(map(is_same, tensors, _tensors_of(expected, names))):
+        raise TapeError("its compiled pass rounds differently")
+
+
+def _tensors_of(one: ParamUpdate, names: Sequence[str]) -> list[torch.Tensor]:
+    return [one.weight, in_order_of(one.grad, one.weight), *(one.state[name] for name in names)]
+
+
+def _copy_of(value: Any) -> Any:
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -20,7 +20,7 @@ from elixir_compile import compat
 from elixir_compile.base.errors import OptimizerNotTensorWise
 from elixir_compile.graph.ops.optimizers import updated_dtype
 from elixir_compile.optim.generic.owners import Owners
-from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate, State, forms_of
+from elixir_compile.optim.rule import GRAD_SCALE, ParamUpdate, State, StatesInPlace, forms_of
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Run the step of an optimizer class on chosen tensors, for an update.
@@ -72,6 +72,7 @@ class ClassStep:
         """Update weights in place, entries of states in place or by new values; return the group that the step left."""
         params = [nn.Parameter(one.weight) for one in updates]
         optimizer = self._transient(params, updates[0].weight)
+        optimizer.state = StatesInPlace({id(param): one.places for param, one in zip(params, updates, strict=True)})
         for param, one in zip(params, updates, strict=True):
             param.grad = one.grad.data  # `detach()` would share the version, which GradientGuard checks
             if one.state:

@@ -14,6 +14,7 @@ from elixir_compile.base.options import Fractions
 from elixir_compile.ir import (
     ITEM_BYTES,
     MIXED_DTYPE,
+    BlockUpdate,
     Bucket,
     BucketId,
     Kind,
@@ -347,6 +348,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
     whole = [
         (facts.whole_update, facts) for facts in (param.facts for param in group) if facts.whole_update is not None
     ]
+    in_blocks = [param.facts.block_update for param in group if param.facts.block_update is not None]
     is_sharded, is_owned = any(own != numel for own in shard_numels), any(param.facts.is_uneven for param in group)
     is_uneven = is_sharded and (bool(problem.state) or is_owned)
     return Bucket(
@@ -363,7 +365,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
         whole_update=WholeUpdate.of_all([update for update, _ in whole]) if whole else None,
-        in_blocks=any(param.facts.in_blocks for param in group),
+        block_update=BlockUpdate.of_all(in_blocks) if in_blocks else None,
         owned_updates=tuple(
             WholeUpdate.of_all(
                 [replace(update, state_nbytes=own.state_nbytes) for update, own in whole if own.shard_numels[rank]]

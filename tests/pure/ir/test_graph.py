@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from elixir_compile.base.errors import InvalidPlan, PlanFileError
 from elixir_compile.base.units import GIB
 from elixir_compile.ir import (
+    BlockUpdate,
     Bucket,
     BucketId,
     Op,
@@ -359,7 +360,7 @@ def test_masters_of_other_classes_than_adamw_are_in_the_price(
     same bytes of state without masters cost nothing more."""
     numel = 1000
     one = replace(bucket(4 * numel), dtype=dtype, state_nbytes=state_bytes * numel, state_dtype=state_dtype)
-    blocks = replace(one, in_blocks=True)
+    blocks = replace(one, block_update=BlockUpdate())
     on_host_s = numel / CUDA.host.update_elements_per_s
     on_device_s = numel / CUDA.device.update_elements_per_s
     assert update_s(blocks, Tier.HOST, CUDA) == pytest.approx(host * on_host_s)

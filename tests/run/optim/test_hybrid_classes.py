@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import elixir_compile as elixir
 from elixir_compile.ir import Tier, Update
-from elixir_compile.optim.generic import class_rule, code
+from elixir_compile.optim.generic import code
 from elixir_compile.optim.generic.code import Form, TapeError
 from elixir_compile.optim.generic.dry_step import ClassStep
 from elixir_compile.optim.host import HostThreads
@@ -423,7 +423,7 @@ class Pair:
 def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """How many passes were asked for, and how many tensors the class's own step updated."""
     counts = {"passes": 0, "own": 0}
-    compiled, take = class_rule.compiled, ClassStep.take
+    compiled, take = code.compiled, ClassStep.take
 
     def count_passes(form: Any) -> Any:
         counts["passes"] += 1
@@ -433,7 +433,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counts["own"] += sum(row.weight.shape in SHAPES for row in rows)
         take(self, rows)
 
-    monkeypatch.setattr(class_rule, "compiled", count_passes)
+    monkeypatch.setattr(code, "compiled", count_passes)
     monkeypatch.setattr(ClassStep, "take", count_own)
     return counts
 
@@ -636,8 +636,8 @@ def test_a_host_bucket_is_updated_in_one_call(monkeypatch: pytest.MonkeyPatch) -
             sizes.append(len(members))
             yield members, tensors
 
-    coalesce = class_rule.coalesce
-    monkeypatch.setattr(class_rule, "coalesce", counted_runs)
+    coalesce = code.coalesce
+    monkeypatch.setattr(code, "coalesce", counted_runs)
 
     def make(params: Any) -> Optimizer:
         return elixir.hybrid(SGD)(params, lr=0.1, momentum=0.9)

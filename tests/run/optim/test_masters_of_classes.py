@@ -4,6 +4,7 @@ budget."""
 import copy
 import functools
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.host import flat_step
 from tests.run import training
 from tests.run.models import seeded
-from tests.run.optim.tensor_wise_classes import Lars, Soap
+from tests.run.optim.tensor_wise_classes import Came, Lars, Shampoo, Soap
 from tests.run.optim.test_tensor_step import Wide
 from tests.run.optim.test_whole_updates import (
     BUDGETS,
@@ -129,7 +130,7 @@ def test_the_bits_of_the_class_in_fp32_wherever_and_whenever(
     (plan,) = {record.plan for record in elixir.compilations(run.model)}
     assert any(placement.streamed for placement in plan.placements) is (share > 0)
     assert all((bucket.whole_update is not None) == (cls in CLASSES) for bucket in plan.buckets)
-    assert all(bucket.in_blocks == (cls not in CLASSES) for bucket in plan.buckets)
+    assert all((bucket.block_update is not None) == (cls not in CLASSES) for bucket in plan.buckets)
     assert {isinstance(state, DiskState) for state in run.optimizer.state.values()} == {home.endswith("disk")}
 
 
@@ -141,13 +142,24 @@ def keep_all_bytes(cls: type[Optimizer]) -> int:
     return planned_peak_bytes(run)
 
 
+BELOW_FLOOR = {(Adafactor, 25, "in_backward"), (Came, 25, "in_backward")}
+"""Budgets below the smallest for eight small matrices: from the first complete gradient on, the work space of an update
+of the largest in fp32 is beside what the backward holds."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("cls", "percent", "update"), BUDGETS)
 def test_the_bits_of_the_class_in_fp32_under_budgets(cls: type[Optimizer], percent: int, update: str) -> None:
+    """If a budget is below the smallest one, the error names that, and it is enough."""
     budget_bytes = math.ceil(keep_all_bytes(cls) * percent / 100)
-    model = model_for(cls, LARGE_WIDTHS)
+    model, each = model_for(cls, LARGE_WIDTHS), batches(width=LARGE_WIDTHS[0])
+    if (cls, percent, update) in BELOW_FLOOR:
+        with pytest.raises(elixir.NoFeasiblePlan) as refused:
+            train_beside(mixed_run(model, cls, device_memory=budget_bytes, update=update), Reference(model, cls), each)
+        budget_bytes = int(re.findall(r"device_memory=(\d+)", str(refused.value))[0])
+        assert budget_bytes < 1.2 * keep_all_bytes(cls) * percent / 100
     run, reference = mixed_run(model, cls, device_memory=budget_bytes, update=update), Reference(model, cls)
-    train_beside(run, reference, batches(width=LARGE_WIDTHS[0]))
+    train_beside(run, reference, each)
     assert planned_peak_bytes(run) <= budget_bytes
     assert_same(run, reference)
 
@@ -285,13 +297,15 @@ class OneRound(Muon):
         super().__init__(params, ns_steps=1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("percent", [100, 60])
-@pytest.mark.parametrize("cls", [OneRound, Adafactor])
+PEAKS = [(cls, percent) for cls in (OneRound, Adafactor, Shampoo, Lion) for percent in (100, 60)]
+
+
+@pytest.mark.parametrize(("cls", "percent"), some_slow(PEAKS, lambda *each: each == (Lion, 60)))
 def test_the_planned_peak_is_measured(cls: type[Optimizer], percent: int) -> None:
     """Of updates on the training thread: a measurement does not see what the thread that updates beside it allocates.
-    It counts all tensors of the process, so no model in fp32 may be alive beside the run. In the first step the class
-    makes the state of a tensor beside the memory that the plan has for it."""
+    It counts all tensors of the process, so no model in fp32 may be alive beside the run. The plan has the scratch
+    tensors of masters. The first step makes state in its place; a large tensor that is updated by elements takes it
+    block by block, because each op of the class takes memory then."""
     kernel_bytes = 132_200 if cls is OneRound else 0  # in which oneDNN packs a product of bfloat16
     batch, options = torch.randn(64, 512).to(BF16), {"update": "after_backward"}
     whole = planned_peak_bytes(mixed_run(seeded(Wide), cls, **options).train([batch]))
@@ -299,6 +313,4 @@ def test_the_planned_peak_is_measured(cls: type[Optimizer], percent: int) -> Non
     peaks = [elixir.measure_step(lambda: run.train([batch])).device_peak_bytes for _ in range(3)]
     planned_bytes = planned_peak_bytes(run)
     assert planned_bytes <= whole * percent / 100
-    most_bytes = 1.01 * planned_bytes + kernel_bytes
-    assert 0.99 * planned_bytes <= max(peaks[1:]) <= most_bytes, (peaks, planned_bytes)
-    assert peaks[0] <= most_bytes + 4 * 512**2, (peaks, planned_bytes)
+    assert 0.99 * planned_bytes <= max(peaks) <= 1.01 * planned_bytes + kernel_bytes, (peaks, planned_bytes)

@@ -487,9 +487,9 @@ def test_parameters_in_one_batch_get_the_bits_and_fewer_kernels_than_alone(dtype
     with counted:
         rule._on_device(together, group)
     assert counted.num_ops < 0.8 * num_alone
-    for (weight, _, state), (other, _, found) in zip(alone, together, strict=True):
-        assert torch.equal(weight, other)
-        assert all(torch.equal(value, found[name]) for name, value in state.items())
+    for one, other in zip(alone, together, strict=True):
+        assert torch.equal(one.weight, other.weight)
+        assert all(torch.equal(value, other.state[name]) for name, value in one.state.items())
 
 
 class CountedOps(TorchDispatchMode):

@@ -333,8 +333,9 @@ MAKERS = {
 def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     name: str, budget: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also of the first step, which makes the state. Its bits are those of the class. In 30 % of the 22.2 MB that Muon
-    takes with all on the device, none of its state is there."""
+    """Also of the first step, which makes the state where the plan wants it. Its bits are those of the class. In 30 %
+    of the 22.2 MB that Muon takes with all on the device, none of its state is there; it updates on this thread, since
+    no measurement sees what the thread that updates beside it allocates."""
 
     def batch_of(seed: int) -> torch.Tensor:
         return torch.randn(64, 512, generator=torch.Generator().manual_seed(seed))
@@ -350,13 +351,14 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
         seeded(Wide),
         optimizer=hybrid,
         device_memory=budget_bytes,
+        update="after_backward" if name == "Muon" else "auto",
     )
     peaks = [elixir.measure_step(lambda seed=seed: run.train([batch_of(seed)])).device_peak_bytes for seed in range(3)]
     assert bool(on_host(run)) is (budget == "some on the host")
     if (name, budget) == ("Muon", "some on the host"):
         assert len(state_on_host(run)) == len([*run.model.parameters()])
     assert max(peaks) <= budget_bytes
-    assert peaks[-1] == pytest.approx(planned_peak_bytes(run), rel=0.01)
+    assert max(peaks) == pytest.approx(planned_peak_bytes(run), rel=0.01), peaks
     assert not any("keeps its state" in text for text in caplog.messages)
     assert_same(by_torch(seeded(Wide), optimizer=make).train(map(batch_of, range(3))), run)
 

@@ -189,7 +189,7 @@ def test_a_gradient_in_another_order_is_read_on_the_host_after_it_arrived() -> N
     state = {"exp_avg": torch.zeros(3, 2), "exp_avg_sq": torch.zeros(3, 2), "step": torch.zeros(())}
     param = torch.nn.Parameter(weight)
     group = torch.optim.AdamW([param], lr=0.5, weight_decay=0.0).param_groups[0]
-    part = GroupSlice(params=(param,), updates=(ParamUpdate(weight, grad.t(), state),), buffers=(), group=group)
+    part = GroupSlice(params=(param,), updates=(ParamUpdate(weight, grad.t(), state),), group=group)
     update = Streamed(bucket="b0", rule=AdamWRule(), parts=(part,), is_away=True)
     Stream(lanes, Ledger(lanes)).issue([update], Past())
     assert torch.allclose(weight, torch.full((3, 2), -0.5))
