@@ -1,10 +1,14 @@
 """Cast the parameters of a model to 16 bits, shard them over several ranks, along a tensor axis too if there is one,
-and create those on `meta`.
+and create those on `meta` or map them from files.
 """
 
 import functools
+import importlib
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -451,6 +455,77 @@ def _from_first(tensor: torch.Tensor, ranks: Ranks | None, axis: TensorAxis | No
     for mesh in (None if axis is None else axis.mesh, None if ranks is None else ranks.mesh):
         if mesh is not None:
             tensor.copy_(distribute_tensor(compat.settled(tensor), mesh, [Replicate()] * mesh.ndim).to_local())
+
+
+def load_weights(model: nn.Module, weights: "str | os.PathLike[str]") -> None:
+    """Give the parameters and buffers of `model` that are on `meta` their values in the safetensors file or folder
+    `weights`, by the keys of `state_dict()`.
+
+    A parameter in the dtype of the file becomes a view of the mapped file, which takes no memory of the process; others
+    are converted one by one. A buffer that no file has is left on `meta` for `materialize`.
+
+    Raises InvalidOption if there are no such files or no parameter is on `meta`, and UnsupportedModel for parameters
+    that no file has or that have another shape or kind of number there, and for a buffer that no file has beside
+    parameters; the model is then as before.
+    """
+    where = _safetensors_in(Path(weights))
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param.is_meta:
+            names.setdefault(id(param), []).append(name)
+    if not names:
+        raise InvalidOption("weights", str(weights), "None for a model of which no parameter is on `meta`")
+    missing = [own[0] for own in names.values() if where.keys().isdisjoint(own)]
+    if missing:
+        because = f"{len(missing)} of {len(names)} parameters on `meta` are not in {weights}, the first {missing[0]}"
+        raise UnsupportedModel(type(model).__name__, f"{because}. Its keys must be those of `state_dict()`")
+    tensors = dict(chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)))
+    values = {name: where[name](name) for name, own in tensors.items() if own.is_meta and name in where}
+    for name, value in values.items():
+        own = tensors[name]
+        if own.shape != value.shape or own.is_floating_point() != value.is_floating_point():
+            because = f"it is {own.dtype} {[*own.shape]}, and {value.dtype} {[*value.shape]} in {weights}"
+            raise UnsupportedModel(name, because)
+    for path, module in model.named_modules():
+        left = [local for local, own in module._buffers.items() if own is not None and own.is_meta]
+        left = [local for local in left if (f"{path}.{local}" if path else local) not in values]
+        if left and any(param is not None for param in module._parameters.values()):
+            because = (
+                f"its buffer {left[0]} is on `meta` and not in {weights}, so only `reset_parameters()` could make it"
+            )
+            raise UnsupportedModel(path or type(module).__name__, f"{because}. Create the buffer with its values")
+    given: dict[int, nn.Parameter] = {}
+    for path, module in model.named_modules():
+        for local, param in module._parameters.items():
+            if param is not None and id(param) in names:
+                if id(param) not in given:
+                    value = values[next(name for name in names[id(param)] if name in values)]
+                    given[id(param)] = nn.Parameter(_in_dtype(value, param.dtype), requires_grad=param.requires_grad)
+                module._parameters[local] = given[id(param)]
+        for local, buffer in module._buffers.items():
+            value = values.get(f"{path}.{local}" if path else local)
+            if buffer is not None and value is not None:
+                module._buffers[local] = value.to(buffer.dtype, copy=True)
+
+
+def _safetensors_in(weights: Path) -> dict[str, Callable[[str], torch.Tensor]]:
+    """Return by the key of each tensor in the file or folder `weights` a function of the key that maps the tensor."""
+    files = sorted(weights.glob("*.safetensors")) if weights.is_dir() else [weights] if weights.is_file() else []
+    if not files:
+        raise InvalidOption("weights", str(weights), "the path of a safetensors file, or of a folder with such files")
+    try:
+        library: Any = importlib.import_module("safetensors")
+    except ImportError:
+        raise InvalidOption("weights", str(weights), "None without safetensors: `pip install safetensors`") from None
+    opened: list[Any] = [library.safe_open(file, framework="pt", device="cpu") for file in files]
+    return {key: file.get_tensor for file in opened for key in file.keys()}  # noqa: SIM118 - no mapping
+
+
+def _in_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return `value` or, in another dtype, a copy in a slab: on a CPU-only machine only slabs count as host memory."""
+    if value.dtype == dtype:
+        return value
+    return Slab(value.numel() * dtype.itemsize, pin=False).tensor(dtype, value.shape, 0).copy_(value)
 
 
 def materialize(model: nn.Module) -> None:

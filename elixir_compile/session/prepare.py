@@ -2,6 +2,7 @@
 batches for ranks that train unequal numbers of rows.
 """
 
+import os
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -24,6 +25,7 @@ from elixir_compile.session.backend import elixir
 from elixir_compile.session.cast_and_shard import (
     cast,
     gets_master,
+    load_weights,
     materialize,
     ranks_of,
     scales_of,
@@ -167,39 +169,37 @@ def prepare(
     whole: "Collection[str]" = (),
     outstanding: "int | object | None" = None,
     calls: int | None = None,
+    weights: "str | os.PathLike[str] | None" = None,
 ) -> nn.Module:
     """Make every parameter of `model` readable on `device`, whatever memory it is in, and return `model`.
 
-    The parameters keep their identity and stay in their memory; a parameter on `meta` is created on the host. So a
-    model larger than the device is never on it as a whole. Buffers move to `device`. Its default is the device of the
-    first parameter that is not on `meta`. `state_dict()` keys do not change. Preparing again changes nothing.
+    The parameters keep their identity and stay in their memory; one on `meta` is created on the host, or mapped from
+    `weights`, a safetensors file or a folder of them, by its key in `state_dict()`. The first step copies each bucket
+    to its home, so a model larger than the device or the host is never there as a whole. Buffers move to `device`, by
+    default that of the first parameter that is not on `meta`. No `state_dict()` key changes, nor does preparing again.
 
-    `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates an fp32
-    master, which starts with every bit of the present weights. Those already of `param_dtype` get a master too.
+    `param_dtype` casts fp32 parameters, not buffers, to `"bfloat16"` or `"float16"`. HybridAdamW then updates fp32
+    masters, which start with every bit of the present weights; those already of `param_dtype` get one too.
 
     With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
-    each rank. One named in `whole` has all rows on one rank, which alone updates it, as Muon must; ranks have as many
-    bytes of them. All ranks get the values of the first rank. Make the optimizer after this call. If
-    `parallelize_module` of torch has cut the model along an axis, `mesh` is another axis of the same mesh, or None.
+    each rank; one named in `whole` is on one rank, which alone updates it, as Muon must. All have the first's values.
+    If `parallelize_module` of torch has cut the model, `mesh` is another axis of the same mesh, or None.
 
-    `shares`, the result of `elixir_compile.shares`, are for ranks with unequal numbers of rows, by which gradients
-    count, at no exchange. Each rank owns its shard of the state, `share.state`, and as many rows of sharded
-    parameters. See `weigh` for a loss that is a mean over tokens, and `ShareSampler` for the batches.
+    `shares`, of `elixir_compile.shares`, are for ranks with unequal numbers of rows, by which gradients count. Each
+    rank owns its shard of the state, and as many rows of parameters. See `weigh` for a loss that is a mean over tokens.
 
-    `outstanding` is for a stage of a pipeline, which several forwards of a step call before their backward: the
-    schedule of torch.distributed.pipelining that runs the stage, or the most forwards that wait at once. With a number,
-    `calls` are the forwards of a step, by default as many. The plan counts the bytes of all of them. Each bucket is
-    gathered in the first forward, released in the last, and so in the backward; its gradient is reduced once, in the
-    last backward. `prepare` may be called again to name the schedule; its stages on this rank share the budget.
+    `outstanding` is for a stage of a pipeline, called by several forwards of a step before their backward: the schedule
+    of torch.distributed.pipelining that runs it, or the most forwards that wait at once, of which a step has `calls`,
+    by default as many. The plan counts the bytes of all; each bucket is gathered and reduced once in a step. Call
+    `prepare` again to name the schedule later; its stages on this rank share the budget.
 
     Raises UnsupportedModel if the model has no parameters, is no stage of the schedule, has a schedule that splits the
-    backward, was prepared for another device or `param_dtype`, has shares or `whole` and a mesh of two axes, or is cut
-    in unequal shards; InvalidOption if an argument cannot be; and RanksDiffer if ranks have different ones.
+    backward, was prepared for another device or `param_dtype`, has shares or `whole` and a mesh of two axes, is cut in
+    unequal shards or not in `weights`; InvalidOption if an argument cannot be; and RanksDiffer if ranks differ in one.
 
     Example:
-        layer = elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu")
-        compiled = torch.compile(layer, backend="elixir")
+        compiled = torch.compile(elixir.prepare(torch.nn.Linear(4, 4, device="meta"), "cpu"), backend="elixir")
     """
     param_dtype = parse_options({"param_dtype": param_dtype}).param_dtype
     model = compat.undo_compile(model)
@@ -207,6 +207,8 @@ def prepare(
     with prepare_lock:
         target = _target_device(model, device if mesh is None else device or device_of(mesh))
         prepared = managed_model(model)
+        if weights is not None:
+            load_weights(model, weights)
         if prepared is not None:
             _require_as_prepared(model, prepared, target if device is not None else None, param_dtype)
             take_calls(prepared, asked, outstanding)
