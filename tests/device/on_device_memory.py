@@ -172,7 +172,13 @@ GAPS = {
 
 
 @pytest.mark.usefixtures("no_workspaces")
-@pytest.mark.parametrize("kind", GAPS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("more than any plan leaves", "a cache freed for room")))
+        for kind in GAPS
+    ],
+)
 def test_gaps_between_tensors_are_planned_for(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -233,7 +233,7 @@ def test_a_path_found_between_answers_is_no_longer_than_the_work_that_counts_at_
     draw, num_exact = random.Random(0), 0
     for milp in milps():
         gated = [shop for shop in all_shops(milp) if not isinstance(shop, Phase)]
-        answers = [milp.vector(random_answer(draw, milp.evaluator)) for _ in range(12)]
+        answers = [milp.vector(random_answer(draw, milp.evaluator)) for _ in range(8)]
         for one, other in itertools.pairwise(answers):
             share = draw.random()
             for shop in gated:

@@ -291,7 +291,9 @@ def seconds_alone(asked: HandMade, setting: Setting) -> float | None:
     return made.prediction.step_s + (setting.forwards - 1) * again_record(problem, made).step_s
 
 
-@pytest.mark.parametrize("budget_mib", [300, 186, 120, 60, 40])
+@pytest.mark.parametrize(
+    "budget_mib", [300, pytest.param(186, marks=pytest.mark.slow), 120, pytest.param(60, marks=pytest.mark.slow), 40]
+)
 def test_the_best_row_and_the_bounds_agree_with_planning_every_setting(budget_mib: int) -> None:
     asked = HandMade(budget_mib)
     tuned = tune(settings_of(), asked, 600.0)

@@ -126,7 +126,7 @@ def test_the_nearest_and_the_furthest_levels_meet_all_quotas(problem: Problem, a
         assert quota.least <= quota.met(facts.start_levels) <= quota.met(facts.furthest_levels) <= quota.most
 
 
-@pytest.mark.parametrize("cluster", ["cuda", "2 x cuda"])
+@pytest.mark.parametrize("cluster", [pytest.param("cuda", marks=pytest.mark.slow), "2 x cuda"])
 def test_auto_is_never_slower_than_fixed_fractions_and_the_solver_never_than_trying_all(cluster: str) -> None:
     """At three budgets from all that training takes down to half of it, for every legal combination that fits."""
     problem = problem_of(chain_of(3), CLUSTERS[cluster], moves_what_fits=True)

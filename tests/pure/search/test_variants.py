@@ -49,6 +49,7 @@ from elixir_compile.search.joint.variants import (
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.tools.report.explain import explain
+from tests.covering import covering
 from tests.pure.memory_walk import peak_of_calls, walk_memory
 from tests.pure.mixes import collectives
 from tests.pure.problems import CLUSTERS, chain_of, kept, needed_bytes, pair_of, plan_at, problem_of, problem_of_mlps
@@ -450,8 +451,7 @@ def num_narrow(plan: Plan) -> int:
     return sum(len(bucket.params) for bucket in plan.buckets if bucket.state_dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("num_missing", [1, 3])
+@pytest.mark.parametrize(("num_ranks", "num_missing"), covering([1, 2], [1, 3]))
 def test_no_more_parameters_have_narrower_moments_than_bytes_are_missing(num_ranks: int, num_missing: int) -> None:
     """A rank lacks what `num_missing` whole parameters save, and has a part of each parameter."""
     problem = short_of_host_memory(num_missing * STATE_NBYTES // 2, num_ranks)

@@ -194,8 +194,8 @@ def test_two_ranks_of_a_tensor_axis(tmp_path: Path) -> None:
 
 
 def test_two_by_two_ranks(tmp_path: Path) -> None:
-    options = {"device_memory": 1_900_000}  # 1.72 MB would do, and all of it takes 3.5 MB
-    how = {"shape": [2, 2], "plan": "sequence", "options": options, "clip": "torch"}
+    options = {"device_memory": 684_000}  # 0.62 MB would do, and all of it takes 1.6 MB
+    how = {"shape": [2, 2], "plan": "sequence", "num_layers": 1, "options": options, "clip": "torch"}
     (trained,) = all_of(4, tmp_path, ["trains", how])
     assert_trained_as_one(trained)
     assert "host" in trained[0]["optim"]

@@ -293,7 +293,7 @@ class Scored(nn.Module):
         return scores.logsumexp(-1).mean(), scores
 
 
-@pytest.mark.parametrize("parts", [1, 4])
+@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_the_gradient_of_an_output_that_nobody_reads_is_planned_whole(parts: int):
     """Autograd makes zeros of all rows. Inductor computes the first op of the backward inside of a later one."""
     model, x = Scored(), torch.randn(64, 16)

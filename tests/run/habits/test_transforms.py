@@ -291,7 +291,7 @@ CALLS = (
     models.branches_in_turn,
     pytest.param(models.branch_not_taken_in_scan, marks=pytest.mark.slow),
     models.scan_of_weights,
-    models.branch_in_scan,
+    pytest.param(models.branch_in_scan, marks=pytest.mark.slow),
     models.loop,
     models.associative,
 )

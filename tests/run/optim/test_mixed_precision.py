@@ -147,8 +147,8 @@ def on_device() -> Recorded:
 COMBINATIONS = [
     *covering(("device", "split", "host"), list(Update), (0.0,)),
     ("split", Update.ACROSS_STEPS, 0.5),
-    ("host", Update.ACROSS_STEPS, 0.5),
-    ("host", Update.AFTER_BACKWARD, 1.0),
+    pytest.param("host", Update.ACROSS_STEPS, 0.5, marks=pytest.mark.slow),
+    pytest.param("host", Update.AFTER_BACKWARD, 1.0, marks=pytest.mark.slow),
 ]
 
 

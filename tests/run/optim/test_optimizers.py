@@ -220,7 +220,7 @@ def test_float16_scaler_skips_an_overflow_completely() -> None:
     assert_same_tensors(flat_state(runs[0].optimizer), flat_state(runs[1].optimizer))
 
 
-@pytest.mark.parametrize("make", ["SGD", "AdamW", "AdamW fused", "Adafactor"])
+@pytest.mark.parametrize("make", ["SGD", pytest.param("AdamW", marks=pytest.mark.slow), "AdamW fused", "Adafactor"])
 def test_a_plain_torch_optimizer_trains_a_prepared_model(make: str) -> None:
     optimizers: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

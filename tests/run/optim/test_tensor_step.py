@@ -2,6 +2,7 @@
 of classes that are not element-wise."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -328,8 +329,16 @@ MAKERS = {
 }
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor", pytest.param("Adafactor on lists", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("budget", ["all on the device", "some on the host"])
+QUICK_PEAKS = {("Muon", "some on the host"), ("Adafactor", "all on the device")}
+
+
+@pytest.mark.parametrize(
+    ("name", "budget"),
+    [
+        pytest.param(*each, marks=[pytest.mark.slow] * (each not in QUICK_PEAKS))
+        for each in itertools.product(MAKERS, ("all on the device", "some on the host"))
+    ],
+)
 def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     name: str, budget: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -363,6 +372,7 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     assert_same(by_torch(seeded(Wide), optimizer=make).train(map(batch_of, range(3))), run)
 
 
+@pytest.mark.slow
 def test_muon_for_matrices_beside_adamw_for_the_rest() -> None:
     """Both are counted, each with the bytes of its class. Products in bf16 on a CPU take 160 KiB that nobody counts."""
     width = 448

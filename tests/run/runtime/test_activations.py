@@ -74,7 +74,7 @@ LATE = ("offload", "from_host", "mix")
     [
         # To the depth "matmul" a layer of "mix" is recomputed too.
         *(pytest.param(name, False, marks=[pytest.mark.slow] * (name == "matmul")) for name in CHOICES),
-        *((name, True) for name in LATE),
+        *(pytest.param(name, True, marks=[pytest.mark.slow] * (name != "mix")) for name in LATE),
     ],
     ids=[*(f"{name}-waits_early" for name in CHOICES), *(f"{name}-waits_late" for name in LATE)],
 )

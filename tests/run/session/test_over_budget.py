@@ -318,7 +318,7 @@ def peak_bytes(run: Run) -> int:
     return elixir.measure_step(step, device="cpu").device_peak_bytes
 
 
-@pytest.mark.parametrize("make", [AdamW, momentum, each])
+@pytest.mark.parametrize("make", [AdamW, pytest.param(momentum, marks=pytest.mark.slow), each])
 def test_plans_count_the_state_of_plain_optimizers(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The budget has room for the whole state and for the step of a model whose parameters are on the host."""
     model, batches = seeded(Stack), vectors(4)
@@ -347,7 +347,7 @@ def test_a_budget_without_room_for_the_state_is_an_error_of_the_second_step(
     assert caught.value.needed_bytes >= state_bytes(run)
 
 
-@pytest.mark.parametrize("make", [elixir.HybridAdamW, elixir.hybrid(SGD), plain])
+@pytest.mark.parametrize("make", [pytest.param(elixir.HybridAdamW, marks=pytest.mark.slow), elixir.hybrid(SGD), plain])
 def test_nothing_changes_if_the_plan_is_kept(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     model, (batch, *_) = seeded(Stack), vectors(1)
     run = by_elixir(model, optimizer=make, device_memory=tight_bytes(model, batch, optimizer=make))

@@ -337,7 +337,9 @@ def test_names_ignore_case_and_unknown_names_suggest_the_nearest() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="needs transformers")
-@pytest.mark.parametrize("name", ["qwen3-0.6b", "gemma-3-4b", "bert-large", "t5-3b", "vit-g"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3-0.6b", marks=pytest.mark.slow), "gemma-3-4b", "bert-large", "t5-3b", "vit-g"]
+)
 def test_a_step_of_each_kind_of_model_is_captured(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = with_layers(models.model_named(name), 1)
     monkeypatch.setattr(models, "model_named", lambda name: shape)
