@@ -229,7 +229,7 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
         return plan
     price, base_bytes = prices(problem.graph, plan.buckets, problem.cluster), problem.host_base_bytes
     host, budget = (format_bytes(nbytes + base_bytes) for nbytes in (host_bytes(plan), problem.host_budget_bytes))
-    num_gathers, found = _num_gathers(plan), list[Decision]()
+    num_gathers, found, busy_s = _num_gathers(plan), list[Decision](), 0.0
     placements = tuple(
         moved_to_disk(bucket, placement) if bucket.id in going else placement
         for bucket, placement in zip(plan.buckets, plan.placements, strict=True)
@@ -245,6 +245,7 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
             what, disk_s, cost_s = "state", price.disk_s[bucket.id], price.disk_s[bucket.id]
             choice, copied = "optim disk", f"{freed} are read and written in {format_s(disk_s)}"
             cost_s -= price.host_update_s[bucket.id]
+            busy_s += disk_s
             if bucket.id in params:
                 what, choice, times = "state and parameters", "param disk", num_gathers[bucket.id]
                 read_s, moved_s = price.reads[bucket.id][0], price.param_disk_s[bucket.id]
@@ -253,16 +254,20 @@ def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:
                     f", {own} of parameters in {format_s(moved_s)}, and read in {format_s(read_s)} for each gather"
                 )
                 copied += f", {times} in a step"
+                busy_s += moved_s + times * read_s
                 cost_s += moved_s + times * (read_s - price.h2d_s[bucket.id])
         else:
             what, disk_s = "state and frozen parameters", price.reads[bucket.id][0]
             times = num_gathers[bucket.id]
             choice, copied = "param disk", f"{freed} are read in {format_s(disk_s)} for each gather, {times} in a step"
             cost_s = times * (disk_s - price.h2d_s[bucket.id])
+            busy_s += times * disk_s
         full = f"with all {what} in memory the host would hold {host} of {budget}"
         why = "it is on disk since an earlier plan" if bucket.id in problem.on_disk else full
         found.append(decision(bucket.id, choice, why, copied, cost_s=cost_s))
-    return replace(made, prediction=predicted(problem, made)[0], decisions=(*plan.decisions, *found))
+    num_buckets = f"{len(found)} bucket{'s' if len(found) > 1 else ''}"
+    total = decision("disk", num_buckets, f"it is busy for {format_s(busy_s)} of each step")
+    return replace(made, prediction=predicted(problem, made)[0], decisions=(*plan.decisions, total, *found))
 
 
 _PRICES = np.concatenate([[0.0], np.geomspace(1 / 16, 16, 33)])

@@ -46,7 +46,7 @@ PARAM_DTYPE = Annotated[
     typer.Option(help="Cast fp32 parameters to bfloat16 or float16, with an fp32 master; with --dtype float32."),
 ]
 DISK_PATH = Annotated[
-    Path | None, typer.Option(help="Folder for optimizer state on disk; any name if the machine is elsewhere.")
+    Path | None, typer.Option(help="Folder for state and parameters on disk; any name with --hardware.")
 ]
 UPDATE = Annotated[
     str | None, typer.Option(help="auto, in_backward, after_backward or across_steps: when HybridAdamW updates.")

@@ -66,8 +66,12 @@ class Request:
         return {name: value for name, value in self.options.items() if value is not None}
 
     def parsed_options(self) -> Options:
-        """Return the parsed options. Raises InvalidOption."""
-        return parse_options(self.given_options())
+        """Return the parsed options; the folder `disk_path` need not exist if a machine is named. Raises
+        InvalidOption."""
+        given = dict(self.given_options())
+        folder = given.pop("disk_path", None) if self.hardware is not None else None
+        options = parse_options(given)
+        return options if folder is None else replace(options, disk_path=Path(str(folder)))
 
     def cluster(self) -> Cluster | None:
         """Return the machine to plan for, or None for this machine.
@@ -221,6 +225,7 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     ]
     if any(bucket.trainable for bucket in plan.buckets):
         figures.append(("update", str(plan.update)))
+    figures += [("disk", f"{each.choice}, {each.because}") for each in plan.decisions if each.subject == "disk"]
     chosen = chosen_number(plan)
     if chosen is not None:
         figures.append(("micro-batches", f"{chosen.choice}, as {chosen.because}"))

@@ -19,7 +19,7 @@ from transformers import GPT2Config
 from typer.testing import CliRunner
 
 import elixir_compile as elixir
-from elixir_compile.base.errors import UnknownModel, UnsupportedModel
+from elixir_compile.base.errors import InvalidOption, UnknownModel, UnsupportedModel
 from elixir_compile.base.options import Options
 from elixir_compile.ir import Origin, Record, Tier, Update, plan_from_json, plan_to_json, record_to_json
 from elixir_compile.search import plan
@@ -208,11 +208,29 @@ def test_the_arguments_about_the_optimizer_reach_the_plan(net: str, tmp_path: Pa
     assert Tier.DISK in {placement.optim for placement in made.placements}
     assert made.update is Update.AFTER_BACKWARD
     assert "after_backward" in done.stdout
+    assert re.search(r"disk +\d+ buckets?, it is busy for .*s of each step", done.stdout)
     same = ("--model", net, "--dtype", "float32", "--param-dtype", "bfloat16")
     with disk_staging(0):
         assert "file and graph hold" in cli("verify", saved, *same).stdout
     wrong = cli("verify", saved, *same)
     assert (wrong.exit_code, "bytes on the host; it needs" in wrong.stderr) == (1, True)
+
+
+def test_the_folder_of_a_disk_exists_where_this_machine_is_planned_for(tmp_path: Path) -> None:
+    elsewhere = tmp_path / "none"
+    request = Request(
+        model="gpt2",
+        batch=1,
+        seq=8,
+        dtype="float32",
+        recompute=False,
+        hardware="rtx4090-24g",
+        ranks=1,
+        options={"disk_path": elsewhere},
+    )
+    assert request.parsed_options().disk_path == elsewhere
+    with pytest.raises(InvalidOption, match="a folder that exists"):
+        replace(request, hardware=None).parsed_options()
 
 
 def test_a_budget_without_a_plan_exits_with_2(net: str) -> None:
