@@ -1,7 +1,7 @@
-"""Parameters of tests that are a product: each value in `make test`, every combination in `make test-slow`."""
+"""Parameters of tests that are a product: a part of it in `make test`, every combination in `make test-slow`."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -16,3 +16,8 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
         pytest.param(*combination, marks=[] if combination in quick else [pytest.mark.slow])
         for combination in itertools.product(*axes)
     ]
+
+
+def some_slow(combinations: Iterable[tuple[Any, ...]], is_quick: Callable[..., bool]) -> list[Any]:
+    """Return `combinations` as parameters of a test, marked `slow` if they are not quick."""
+    return [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.slow) for each in combinations]

@@ -486,26 +486,28 @@ def load_weights(model: nn.Module, weights: "str | os.PathLike[str]") -> None:
         if own.shape != value.shape or own.is_floating_point() != value.is_floating_point():
             because = f"it is {own.dtype} {[*own.shape]}, and {value.dtype} {[*value.shape]} in {weights}"
             raise UnsupportedModel(name, because)
-    for path, module in model.named_modules():
-        left = [local for local, own in module._buffers.items() if own is not None and own.is_meta]
-        left = [local for local in left if (f"{path}.{local}" if path else local) not in values]
-        if left and any(param is not None for param in module._parameters.values()):
+    for name, own in tensors.items():
+        path, _, local = name.rpartition(".")
+        module = model.get_submodule(path)
+        is_left = own.is_meta and id(own) not in names and name not in values
+        if is_left and any(param is not None for param in module._parameters.values()):
             because = (
-                f"its buffer {left[0]} is on `meta` and not in {weights}, so only `reset_parameters()` could make it"
+                f"its buffer {local} is on `meta` and not in {weights}, so only `reset_parameters()` could make it"
             )
             raise UnsupportedModel(path or type(module).__name__, f"{because}. Create the buffer with its values")
-    given: dict[int, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        for local, param in module._parameters.items():
-            if param is not None and id(param) in names:
-                if id(param) not in given:
-                    value = values[next(name for name in names[id(param)] if name in values)]
-                    given[id(param)] = nn.Parameter(_in_dtype(value, param.dtype), requires_grad=param.requires_grad)
-                module._parameters[local] = given[id(param)]
-        for local, buffer in module._buffers.items():
-            value = values.get(f"{path}.{local}" if path else local)
-            if buffer is not None and value is not None:
-                module._buffers[local] = value.to(buffer.dtype, copy=True)
+    given = dict[int, nn.Parameter]()
+    for key, same in names.items():
+        name = next(name for name in same if name in values)
+        value, param = values[name], tensors[name]
+        if value.dtype != param.dtype:
+            value = _on_host(value, param.dtype).copy_(value)
+        given[key] = nn.Parameter(value, requires_grad=param.requires_grad)
+    for name, own in tensors.items():
+        path, _, local = name.rpartition(".")
+        if id(own) in given:
+            model.get_submodule(path)._parameters[local] = given[id(own)]
+        elif name in values:
+            model.get_submodule(path)._buffers[local] = values[name].to(own.dtype, copy=True)
 
 
 def _safetensors_in(weights: Path) -> dict[str, Callable[[str], torch.Tensor]]:
@@ -519,13 +521,6 @@ def _safetensors_in(weights: Path) -> dict[str, Callable[[str], torch.Tensor]]:
         raise InvalidOption("weights", str(weights), "None without safetensors: `pip install safetensors`") from None
     opened: list[Any] = [library.safe_open(file, framework="pt", device="cpu") for file in files]
     return {key: file.get_tensor for file in opened for key in file.keys()}  # noqa: SIM118 - no mapping
-
-
-def _in_dtype(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return `value` or, in another dtype, a copy in a slab: on a CPU-only machine only slabs count as host memory."""
-    if value.dtype == dtype:
-        return value
-    return Slab(value.numel() * dtype.itemsize, pin=False).tensor(dtype, value.shape, 0).copy_(value)
 
 
 def materialize(model: nn.Module) -> None:

@@ -184,10 +184,10 @@ def prepare(
     With a `mesh` of several ranks, each rank must call this together. Parameters become DTensors, sharded along
     dimension 0 over the last axis of the mesh; ranks along an axis before it hold copies. Small tensors are complete on
     each rank; one named in `whole` is on one rank, which alone updates it, as Muon must. All have the first's values.
-    If `parallelize_module` of torch has cut the model, `mesh` is another axis of the same mesh, or None.
+    Make the optimizer after this. If `parallelize_module` cut the model, `mesh` is another axis of its mesh, or None.
 
     `shares`, of `elixir_compile.shares`, are for ranks with unequal numbers of rows, by which gradients count. Each
-    rank owns its shard of the state, and as many rows of parameters. See `weigh` for a loss that is a mean over tokens.
+    rank owns its shard of the state, and as many rows of parameters. See `weigh` for means over tokens, `ShareSampler`.
 
     `outstanding` is for a stage of a pipeline, called by several forwards of a step before their backward: the schedule
     of torch.distributed.pipelining that runs it, or the most forwards that wait at once, of which a step has `calls`,

@@ -25,6 +25,7 @@ from elixir_compile.session import allocator_gaps, machine
 from elixir_compile.session.machine import library_bytes
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler, foreign_bytes
 from elixir_compile.step.seconds import simulate
+from tests.covering import some_slow
 from tests.device import emulated
 from tests.gpu import test_accelerator
 from tests.run.models import Stack, seeded
@@ -171,14 +172,11 @@ GAPS = {
 }
 
 
+QUICK_GAPS = {"more than the budget", "less than the budget"}
+
+
 @pytest.mark.usefixtures("no_workspaces")
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=[pytest.mark.slow] * (kind in ("more than any plan leaves", "a cache freed for room")))
-        for kind in GAPS
-    ],
-)
+@pytest.mark.parametrize("kind", some_slow([(kind,) for kind in GAPS], lambda kind: kind in QUICK_GAPS))
 def test_gaps_between_tensors_are_planned_for(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

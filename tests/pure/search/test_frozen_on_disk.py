@@ -8,7 +8,7 @@ import pytest
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir import Plan, StorageId, Tier, cost, plan_from_json, plan_to_json
+from elixir_compile.ir import BucketId, Plan, StorageId, Tier, cost, plan_from_json, plan_to_json
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES, NUM_GATHER_STAGING
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search import Problem, evaluator, plan
@@ -155,22 +155,28 @@ def short(problem: Problem) -> Problem:
     return replace(problem, host_budget_bytes=host_bytes(plan(problem, "greedy")) // 2)
 
 
-def there(made: Plan) -> list[str]:
+def there(made: Plan) -> list[BucketId]:
     return [home.bucket for home in made.placements if home.param is Tier.DISK]
 
 
 IN_SMALL_FILES = {"in_file": {StorageId(f"w{n}"): True for n in range(6)}}
 
 
-@pytest.mark.usefixtures("small_rings")
-@pytest.mark.parametrize("more", [{"disk": True}, IN_SMALL_FILES])
-def test_frozen_parameters_go_if_the_host_is_short_and_stay_there(more: dict[str, Any]) -> None:
-    problem = short(small_problem(**more))
+def planned_on_disk(problem: Problem) -> Plan:
+    """Return the plan of `problem`, which has parameters on disk, fits the host, and is what its figures say."""
     made = plan(problem, "greedy")
     assert there(made)
     assert host_bytes(made) == made.prediction.host_peak_bytes <= problem.host_budget_bytes
     assert simulate(problem.graph, made, problem.cluster).step_s == made.prediction.step_s
     assert plan_from_json(plan_to_json(made)) == made
+    return made
+
+
+@pytest.mark.usefixtures("small_rings")
+@pytest.mark.parametrize("more", [{"disk": True}, IN_SMALL_FILES])
+def test_frozen_parameters_go_if_the_host_is_short_and_stay_there(more: dict[str, Any]) -> None:
+    problem = short(small_problem(**more))
+    made = planned_on_disk(problem)
     assert "param disk  optim disk" in str(made)
     decided = {decision.subject: decision.because for decision in made.decisions if decision.choice == "param disk"}
     assert list(decided) == there(made)

@@ -8,19 +8,18 @@ import pytest
 
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir import BucketId, Plan, StorageId, Tier, plan_from_json, plan_to_json
+from elixir_compile.ir import Plan, StorageId, Tier
 from elixir_compile.ir.bucket import WholeUpdate
 from elixir_compile.ir.cost import rings_bytes
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.planner import going_to_disk, params_going_to_disk
 from elixir_compile.step import plan_timeline, verify, with_peaks
-from elixir_compile.step.seconds import simulate
 from elixir_compile.step.timeline import host_bytes
 from elixir_compile.tools.report.explain import explain
 from tests.pure.memory_walk import walk_memory
 from tests.pure.plans import bucket_of, make_plan
 from tests.pure.problems import CLUSTERS, problem_of
-from tests.pure.search.test_frozen_on_disk import layers_of
+from tests.pure.search.test_frozen_on_disk import layers_of, planned_on_disk, there
 from tests.pure.strategies import chain
 
 GRAPH = chain(layers_of(1, 200 * MIB, (100 * MIB,) * 4))
@@ -108,18 +107,10 @@ def small_problem(**more: Any) -> Problem:
     )
 
 
-def there(made: Plan) -> list[BucketId]:
-    return [home.bucket for home in made.placements if home.param is Tier.DISK]
-
-
 @pytest.mark.usefixtures("small_rings")
 def test_parameters_go_if_the_host_is_short_and_stay_there() -> None:
     problem = small_problem()
-    made = plan(problem, "greedy")
-    assert there(made)
-    assert host_bytes(made) == made.prediction.host_peak_bytes <= problem.host_budget_bytes
-    assert simulate(problem.graph, made, problem.cluster).step_s == made.prediction.step_s
-    assert plan_from_json(plan_to_json(made)) == made
+    made = planned_on_disk(problem)
     decided = {decision.subject: decision.because for decision in made.decisions if decision.choice == "param disk"}
     assert list(decided) == there(made)
     first = there(made)[0]

@@ -24,10 +24,11 @@ from elixir_compile.checkpoint import dcp
 from elixir_compile.checkpoint.run_state import UnsupportedValue, from_plain, tensor_keys, to_plain
 from elixir_compile.graph.ops.shards import own_shard
 from elixir_compile.ir import Update
+from tests.covering import some_slow
 from tests.run.checkpointing import Elsewhere, Training, assert_resumed, by_elixir_noisy, eager, everything, other
 from tests.run.models import hf_batches, small_gpt2
 from tests.run.optim.tensor_wise_classes import Shampoo, Soap
-from tests.run.optim.test_whole_updates import STATIC, assert_same_run, expected_of, model_for, some_slow
+from tests.run.optim.test_whole_updates import STATIC, assert_same_run, expected_of, model_for
 from tests.run.optim.test_whole_updates import batches as tower_batches
 from tests.run.processes import spawn
 from tests.run.ranks_checks import most_resident_bytes

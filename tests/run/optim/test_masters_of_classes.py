@@ -18,6 +18,7 @@ import elixir_compile as elixir
 from elixir_compile.ir import Update
 from elixir_compile.optim.disk import DiskState
 from elixir_compile.optim.host import flat_step
+from tests.covering import some_slow
 from tests.run import training
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import Came, Lars, Shampoo, Soap
@@ -32,7 +33,6 @@ from tests.run.optim.test_whole_updates import (
     each_time,
     leaves,
     model_for,
-    some_slow,
 )
 from tests.run.optimizers import Lion
 from tests.run.training import Run, loss_of, planned_peak_bytes

@@ -84,6 +84,28 @@ def fail_calls(patch: pytest.MonkeyPatch, name: str, is_bad: Callable[[int], boo
     patch.setattr(os, name, call)
 
 
+def delay_disk(patch: pytest.MonkeyPatch) -> None:
+    """Let each read and write of a file take up to 3 ms more, as chance has it."""
+    chance = random.Random(11)
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+        patch.setattr(
+            os, name, lambda *args, real=real: (time.sleep(chance.choice((0, 0, 1e-3, 3e-3))), real(*args))[1]
+        )
+
+
+def kill_in_a_step(program: str, folder: Path) -> None:
+    """Run `program` in `folder`, and kill it as soon as it has printed 5: its writes are under way, and the updates
+    behind them."""
+    said = folder / "said.txt"
+    killed = start_program(program, folder, output=said)
+    while killed.is_alive() and "5\n" not in said.read_text(encoding="utf-8"):
+        time.sleep(0.005)
+    killed.kill()
+    killed.join()
+    assert killed.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
+
+
 COMBINATIONS = covering(["split disk", "host disk"], list(Update))
 
 
@@ -103,12 +125,7 @@ def test_bitwise_equal_to_torch_after_twenty_steps(home: str, update: Update, tm
 def test_delays_of_the_disk_and_of_the_worker_change_nothing(
     update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chance = random.Random(11)
-    for name in ("preadv", "pwritev"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *args, real=real: (time.sleep(chance.choice((0, 0, 1e-3, 3e-3))), real(*args))[1]
-        )
+    delay_disk(monkeypatch)
     model, batches = ladder(), rows(20)
     expected = eager_run(model).train(batches)
     with (
@@ -361,13 +378,7 @@ with hybrid_run(ladder(), batches[0], home="host disk", update=Update.ACROSS_STE
 def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updating, "WIDTH", 13)
     (tmp_path / "disk").mkdir()
-    said = tmp_path / "said.txt"
-    killed = start_program(CHILD, tmp_path, output=said)
-    while killed.is_alive() and "5\n" not in said.read_text(encoding="utf-8"):
-        time.sleep(0.005)
-    killed.kill()  # its writes are under way, and the updates behind them
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
+    kill_in_a_step(CHILD, tmp_path)
     assert any((tmp_path / "disk").iterdir())
     batches = rows(8)
     expected = eager_run(ladder()).train(batches)

@@ -18,6 +18,7 @@ from elixir_compile.graph.ops import optimizers
 from elixir_compile.optim.generic.dry_step import attributes_of
 from elixir_compile.optim.generic.tensor_step import StateTensor, TensorStep, tensor_step, work_bytes_of
 from elixir_compile.optim.rule import order_of
+from tests.covering import some_slow
 from tests.run import optimizers as users
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import Prodigy
@@ -334,10 +335,7 @@ QUICK_PEAKS = {("Muon", "some on the host"), ("Adafactor", "all on the device")}
 
 @pytest.mark.parametrize(
     ("name", "budget"),
-    [
-        pytest.param(*each, marks=[pytest.mark.slow] * (each not in QUICK_PEAKS))
-        for each in itertools.product(MAKERS, ("all on the device", "some on the host"))
-    ],
+    some_slow(itertools.product(MAKERS, ("all on the device", "some on the host")), lambda *each: each in QUICK_PEAKS),
 )
 def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     name: str, budget: str, caplog: pytest.LogCaptureFixture

@@ -4,8 +4,6 @@ import copy
 import errno
 import hashlib
 import os
-import random
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -29,11 +27,13 @@ from tests.run.optim.test_mixed_precision import BF16, FP16, mixed_run, recorded
 from tests.run.optim.test_state_on_disk import (
     assert_same_training,
     batches_of,
+    delay_disk,
     fail_calls,
     in_memory,
+    kill_in_a_step,
     train_and_wait,
 )
-from tests.run.processes import apart, start_program
+from tests.run.processes import apart
 from tests.run.runtime.test_params_on_disk import anonymous_bytes
 from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, plain_step, tight_bytes
 from tests.run.updating import (
@@ -85,12 +85,7 @@ def test_bitwise_equal_to_torch_after_twelve_steps(update: Update, tmp_path: Pat
 def test_delays_of_the_disk_and_of_the_worker_change_nothing(
     update: Update, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chance = random.Random(11)
-    for name in ("preadv", "pwritev"):
-        real = getattr(os, name)
-        monkeypatch.setattr(
-            os, name, lambda *args, real=real: (time.sleep(chance.choice((0, 0, 1e-3, 3e-3))), real(*args))[1]
-        )
+    delay_disk(monkeypatch)
     batches = rows(20)
     expected = eager_run(ladder()).train(batches)
     with controlled_worker() as worker, nan_staging(), disk_run(tmp_path, update) as run:
@@ -315,13 +310,7 @@ with hybrid_run(ladder(), batches[0], home="disk", update=Update.ACROSS_STEPS, d
 def test_a_killed_process_resumes_bitwise_from_its_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(updating, "WIDTH", 13)
     (tmp_path / "disk").mkdir()
-    said = tmp_path / "said.txt"
-    killed = start_program(CHILD, tmp_path, output=said)
-    while killed.is_alive() and "5\n" not in said.read_text(encoding="utf-8"):
-        time.sleep(0.005)
-    killed.kill()  # its writes are under way, and the updates behind them
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL, said.read_text(encoding="utf-8")
+    kill_in_a_step(CHILD, tmp_path)
     batches = rows(8)
     expected = eager_run(ladder()).train(batches)
     del expected.losses[:4]

@@ -23,6 +23,7 @@ from elixir_compile.ir import Update
 from elixir_compile.optim.generic.dry_step import ClassStep
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.optim.rule import ParamUpdate
+from tests.covering import some_slow
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import Lars, SharedScratch, Soap
 from tests.run.optim.test_whole_updates import (
@@ -33,7 +34,6 @@ from tests.run.optim.test_whole_updates import (
     batches,
     leaves,
     model_for,
-    some_slow,
 )
 from tests.run.training import Run, assert_same_tensors, by_elixir, by_torch, loss_of, planned_peak_bytes, same_losses
 from tests.run.updating import Several, accumulate, placed, small_buckets

@@ -21,6 +21,7 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import NoGraphCaptured
 from elixir_compile.ir import Tier, Update
 from elixir_compile.optim.disk import DiskHome, DiskState
+from tests.covering import some_slow
 from tests.pure.problems import disk_staging
 from tests.run.models import seeded
 from tests.run.optim.tensor_wise_classes import (
@@ -109,11 +110,6 @@ def hybrid_of(cls: type[Optimizer]) -> Callable[[Any], Optimizer]:
 def expected_of(cls: type[Optimizer], widths: tuple[int, int] = WIDTHS) -> Run:
     """Return a run of the class itself, trained eagerly."""
     return by_torch(model_for(cls, widths), optimizer=cls).train(batches(width=widths[0]))
-
-
-def some_slow(combinations: list[tuple[Any, ...]], is_quick: Callable[..., bool]) -> list[Any]:
-    """Return `combinations` as parameters of a test, marked `slow` if they are not quick."""
-    return [pytest.param(*each, marks=() if is_quick(*each) else pytest.mark.slow) for each in combinations]
 
 
 PLACES = (

@@ -12,6 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.runtime.disk_params import file_ranges
 from tests.run.models import Stack, Tied, seeded, tokens, vectors
 from tests.run.processes import apart
+from tests.run.runtime.test_params_on_disk import present_anonymous_bytes
 from tests.run.training import assert_same, assert_same_tensors, by_elixir, by_torch, tight_bytes
 
 pytest.importorskip("safetensors")
@@ -67,23 +68,17 @@ def layers() -> nn.Sequential:
     return frozen.requires_grad_(False).append(nn.Linear(WIDE, 1))
 
 
-def anonymous_bytes() -> int:
-    """Return the bytes of memory of this process that is no file's."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(status.partition("RssAnon:")[2].split()[0]) << 10
-
-
 def loaded_and_trained(folder: str, host_memory: str) -> tuple[int, int, int]:
     """Load the layers in `folder` and train two steps; return the bytes of memory that is no file's by which loading
     grew, the most such bytes until the end, and the planned bytes of the host."""
-    before_bytes = anonymous_bytes()
+    before_bytes = present_anonymous_bytes()
     model = elixir.prepare(on_meta(layers), "cpu", weights=folder)
-    loaded_bytes = anonymous_bytes() - before_bytes
+    loaded_bytes = present_anonymous_bytes() - before_bytes
     found, is_done = [0], threading.Event()
 
     def watch() -> None:
         while not is_done.wait(0.01):
-            found.append(anonymous_bytes())
+            found.append(present_anonymous_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
