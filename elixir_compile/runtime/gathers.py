@@ -6,10 +6,10 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -54,6 +54,8 @@ class Gather(Transfer):
     """Past when the earlier uses of the memory of `flat` are done."""
     graph: str
     """The captured graph that gathers."""
+    ahead: "GathersAhead | None" = None
+    """Reads the pieces of a bucket whose home is the disk; None for one in memory."""
     is_called_off: bool = False
     reading: "Future[None] | None" = None
     """The call of `begin` on the thread that reads files; None if the home is memory."""
@@ -99,19 +101,13 @@ class Gather(Transfer):
         self.bucket.home_read = self.event
 
     def _copy_home(self) -> None:
-        """Issue the copies from the home to the flat buffer."""
-        self.lanes.h2d.copy(self.flat, self.bucket.flat_home())
-
-
-@dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
-class DiskGather(Gather):
-    """The copy of a bucket from the disk, in pieces: those that follow are read beside the copy of a piece."""
-
-    ahead: "GathersAhead"
-
-    def _copy_home(self) -> None:
-        assert isinstance(self.bucket, DiskBucket), "others are not read from the disk"
-        h2d, reads = self.lanes.h2d, self.ahead.reads
+        """Issue the copies from the home to the flat buffer; from the disk in pieces, of which those that follow are
+        read beside the copy of a piece."""
+        h2d = self.lanes.h2d
+        if self.ahead is None or not isinstance(self.bucket, DiskBucket):
+            h2d.copy(self.flat, self.bucket.flat_home())
+            return
+        reads = self.ahead.reads
         for piece in self.ahead.pieces_of(self.bucket):
             own = piece.own_bytes(reads.take(piece))
             try:
@@ -218,33 +214,33 @@ class Gathers:
         self._ledger.takes(name, (flat,))
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
             values = bucket.cut(flat)
-        fields: dict[str, Any] = {
-            "bucket": bucket,
-            "flat": flat,
-            "lanes": self._lanes,
-            "ledger": self._ledger,
-            "allocated": self._lanes.mark_compute(),
-            "graph": self._ledger.graph,
-        }
+        gather = Gather(
+            name,
+            None,
+            values,
+            bucket=bucket,
+            flat=flat,
+            lanes=self._lanes,
+            ledger=self._ledger,
+            allocated=self._lanes.mark_compute(),
+            graph=self._ledger.graph,
+        )
         if isinstance(bucket, DiskBucket):
-            return self._read(bucket, name, values, fields)
-        gather = Gather(name, None, values, **fields)
-        if bucket.queued.follow(gather.begin):
+            self._read(gather, bucket)
+        elif bucket.queued.follow(gather.begin):
             self._late.add(gather)
         else:
             gather.ensure_issued()
         return gather
 
-    def _read(
-        self, bucket: DiskBucket, name: str, values: tuple[torch.Tensor, ...], fields: Mapping[str, Any]
-    ) -> DiskGather:
+    def _read(self, gather: Gather, bucket: DiskBucket) -> None:
         """Start reading `bucket` from the disk, behind its queued update and earlier gathers; then those that came next
         before."""
         bucket.check_unchanged()
         if self._ahead is None:
             reads = ReadAhead(NUM_GATHER_STAGING, GATHER_STAGING_BYTES, pin=self._lanes.pins)
             self._ahead = GathersAhead(reads, self._ledger)
-        gather = DiskGather(name, None, values, ahead=self._ahead, **fields)
+        gather.ahead = self._ahead
         self._late.add(gather)
         hand_over = self._lanes.hand_over()
 
@@ -254,7 +250,6 @@ class Gathers:
             gather.begin()
 
         gather.reading = self._reader.submit(read_on)
-        return gather
 
     def call_off(self) -> None:
         """Keep the worker from starting any copy; called after an exception, when nothing waits for the copies."""

@@ -73,7 +73,7 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     Raises NoFeasiblePlan if the host still has too little room.
     """
     found = answer(partial(_with_disk, search=search), problem)
-    may_more = problem.disk and problem.hybrid and problem.cluster.num_ranks == 1 and not problem.params_to_disk
+    may_more = problem.may_send_trained and not problem.params_to_disk
     if isinstance(found, NoFeasiblePlan) and found.memory == "host" and may_more:
         found = answer(partial(_with_disk, search=search), replace(problem, params_to_disk=True))
     if isinstance(found, NoFeasiblePlan):

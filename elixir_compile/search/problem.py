@@ -208,13 +208,17 @@ class Problem:
         are_in_files = all(name in self.params and self.params[name].in_file for name in bucket.params)
         return self.cluster.num_ranks == 1 and (self.disk or are_in_files)
 
+    @property
+    def may_send_trained(self) -> bool:
+        """Whether trained parameters could follow their state to disk: those of a single rank."""
+        return self.disk and self.hybrid and self.cluster.num_ranks == 1
+
     def may_take_params(self, bucket: Bucket) -> bool:
         """Return whether the parameters of `bucket` may go to disk with its state: those of a single rank, and trained
         ones only if their elements are updated alone."""
         if not bucket.trainable:
             return self.may_go_to_disk(bucket)
-        is_alone = self.cluster.num_ranks == 1 and bucket.whole_update is None
-        return self.params_to_disk and is_alone and self.may_go_to_disk(bucket) and bucket.state_nbytes > 0
+        return self.params_to_disk and self.may_send_trained and bucket.whole_update is None and bucket.state_nbytes > 0
 
     @property
     def params_on_disk(self) -> frozenset[BucketId]:

@@ -90,6 +90,8 @@ class Site:
     """The place of the slot in the entry."""
     outer: torch.Tensor | None
     """The tensor that was there when the slot took the part in it; None if the entry has no parts."""
+    part_of: Callable[[Any], object]
+    """Returns the part of a tensor made like `outer`; `AttributeError` from others."""
     module: "weakref.ref[nn.Module]"
 
     @property
@@ -112,6 +114,13 @@ class Site:
                 f"{type(value).__name__} stays on the device; or leave that frozen and train an adapter beside it"
             )
             raise UnsupportedModel(self.slot.name, because)
+        if value is self.outer:  # as before each forward: 1 us, and 40 us or more to take all of it apart
+            own = self.entry.slots[self.place].param
+            try:
+                if self.part_of(value) is own:
+                    return own
+            except AttributeError:  # `torch.utils.swap_tensors` made it a tensor of another class
+                pass
         parts = self.entry.parts(value)
         return parts[self.place] if parts else None
 
@@ -123,8 +132,8 @@ class Sites:
     is_outdated: bool = False
     """Whether a module changed so much that graphs captured before must not run again."""
     _sites: list[Site] = field(default_factory=list)
-    _inside: list[tuple[Site, Callable[[Any], object]]] = field(default_factory=list)
-    """The sites whose slots are of tensors inside of others, each with the function that reads this tensor."""
+    _inside: list[Site] = field(default_factory=list)
+    """The sites whose slots are of tensors inside of others."""
     _num_of_slot: dict[int, int] = field(default_factory=dict)
     _replaced: str | None = None
     """The name of the last parameter that was replaced."""
@@ -135,14 +144,11 @@ class Sites:
         """Add the sites of the parameter or buffer `name` of `module`, for which graphs read the slots of `entry`."""
         tensors, reference = holder_of(module, name), weakref.ref(module)
         outer = None if entry.wrapping is None else tensors[name]
-        paths = [] if outer is None else list(parts_of(outer))
-        for place, slot in enumerate(entry.slots):
-            site = Site(tensors, name, entry, place, outer, reference)
-            if outer is None:
-                self._sites.append(site)
-            else:
-                path = paths[place]
-                self._inside.append((site, operator.attrgetter(path) if path else lambda outer: outer))
+        paths = [""] if outer is None else list(parts_of(outer))
+        for place, (slot, path) in enumerate(zip(entry.slots, paths, strict=True)):
+            part_of = operator.attrgetter(path) if path else lambda outer: outer
+            site = Site(tensors, name, entry, place, outer, part_of, reference)
+            (self._sites if outer is None else self._inside).append(site)
             self._num_of_slot[slot.key] = self._num_of_slot.get(slot.key, 0) + 1
 
     def clear(self) -> None:
@@ -153,26 +159,17 @@ class Sites:
 
     def modules(self) -> list[nn.Module]:
         """Return the live modules, each once."""
-        found = (site.module() for site in (*self._sites, *(site for site, _ in self._inside)))
+        found = (site.module() for site in (*self._sites, *self._inside))
         return list({id(module): module for module in found if module is not None}.values())
 
     def moved(self) -> list[Site]:
-        """Return the sites whose parameter is not the parameter of the slot, or is inside of one that is trained now.
+        """Return the sites whose parameter is not the parameter of the slot; raises UnsupportedModel as `Site.found`.
 
         It takes 60 ns for each site that is not inside of another tensor.
         """
         moved = [site for site in self._sites if site.tensors.get(site.name) is not site.entry.slots[0].param]
         with torch.DisableTorchFunctionSubclass():
-            for site, part_of in self._inside:
-                outer = site.tensors.get(site.name)
-                is_same = outer is not None and outer is site.outer and not outer.requires_grad
-                try:
-                    part = part_of(outer) if is_same else None
-                except AttributeError:  # `torch.utils.swap_tensors` made it a tensor of another class
-                    part = None
-                if part is not site.slot.param:
-                    moved.append(site)
-        return moved
+            return moved + [site for site in self._inside if site.found() is not site.slot.param]
 
     def may_take(self, slot: Slot, param: object) -> bool:
         """Return whether `slot` can take `param` in place of its parameter without another capture."""

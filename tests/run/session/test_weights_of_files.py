@@ -12,7 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.runtime.disk_params import file_ranges
 from tests.run.models import Stack, Tied, seeded, tokens, vectors
 from tests.run.processes import apart
-from tests.run.runtime.test_params_on_disk import present_anonymous_bytes
+from tests.run.runtime.test_params_on_disk import give_back_what_is_freed, present_anonymous_bytes
 from tests.run.training import assert_same, assert_same_tensors, by_elixir, by_torch, tight_bytes
 
 pytest.importorskip("safetensors")
@@ -71,6 +71,7 @@ def layers() -> nn.Sequential:
 def loaded_and_trained(folder: str, host_memory: str) -> tuple[int, int, int]:
     """Load the layers in `folder` and train two steps; return the bytes of memory that is no file's by which loading
     grew, the most such bytes until the end, and the planned bytes of the host."""
+    give_back_what_is_freed()
     before_bytes = present_anonymous_bytes()
     model = elixir.prepare(on_meta(layers), "cpu", weights=folder)
     loaded_bytes = present_anonymous_bytes() - before_bytes
