@@ -112,9 +112,15 @@ def machine(folder: Path) -> Iterator[str]:
     yield ""
 
 
+MODELS = {
+    "llama": "A Llama of 1.1 B parameters, 8 sequences of 1024 tokens",
+    "coded": "A Llama of 5.5 B parameters in NF4 with adapters of rank 16, 4 sequences of 1024 tokens",
+}
+
+
 def figures(folder: Path) -> Iterator[str]:
     """Yield seconds and bytes of the Llama, a row for each training; one that was cut off has its last steps there."""
-    rows = []
+    rows: dict[str, list[tuple[object, ...]]] = {}
     for path in sorted(folder.glob("*.jsonl"), key=lambda path: path.stat().st_mtime):
         facts = facts_of(path)
         steps = [fact for fact in facts if "step_s" in fact]
@@ -125,7 +131,7 @@ def figures(folder: Path) -> Iterator[str]:
         planned_s = plan.get("planned_s")
         paired = [fact for fact in facts if "without_waits_s" in fact]
         waits = f"{paired[0]['without_waits_s'] / paired[0]['waiting_s']:.3f}" if paired else "-"
-        rows.append(
+        rows.setdefault(built.get("model", "llama"), []).append(
             (
                 path.stem,
                 mib(built["budget_bytes"]),
@@ -140,17 +146,22 @@ def figures(folder: Path) -> Iterator[str]:
                 f"{steps[-1]['loss']:.4f}",
             )
         )
-    if rows:
-        yield from ("## A Llama of 1.1 B parameters, 8 sequences of 1024 tokens", "")
+    for model, found in rows.items():
+        yield from (f"## {MODELS[model]}", "")
         head = ("training", "budget MiB", "planned", "requested", "reserved", "step ms", "planned ms")
-        yield from table((*head, "without waits", "first step s", "steps", "last loss"), rows)
+        yield from table((*head, "without waits", "first step s", "steps", "last loss"), found)
+    if rows:
         yield from (
             "'Without waits' is the seconds of steps whose host waits for no copy, as a share of those that wait.",
             "",
         )
 
 
-TESTS = {"tests": "Tests of `tests/gpu`", "runs": "Tests of `tests/run`, on the GPU by default"}
+TESTS = {
+    "tests": "Tests of `tests/gpu`",
+    "newer": "Tests of `tests/run` of frozen weights, classes that update whole tensors, and files on disk",
+    "runs": "Tests of `tests/run`, on the GPU by default",
+}
 
 
 def tests(folder: Path) -> Iterator[str]:

@@ -8,6 +8,9 @@
 #
 # The second argument is the most seconds of the call. Everything that is known so far is packed into results.tgz in the
 # folder after each question, so a machine that is taken away loses one question at most. Send back that file.
+# TURNS=90 asks the questions of "figures" beside each other up to their first step, which compiles for most of a minute, then
+# each in its turn, 90 s before the end at the latest; ONLY="fsdp2 as_fsdp2" asks some; PEAKS="fsdp2=14526762188" is for budgets
+# of a question that is asked beside them. All of their memory must fit.
 # STEPS_ARGS="--tiny" checks the questions themselves, on a device without kernels or, with "--device cpu", on a CPU; PATIENCE=10
 # gives each of them ten times as long. `make cuda` does both calls so.
 
@@ -71,6 +74,19 @@ settle() { # until all that runs beside is over
     wait
 }
 
+# Lets those that are asked beside each other go on, each in its turn, once all of them have compiled, or are over.
+take_turns() {
+    while sleep 0.2; do
+        waiting=$(ls "$results"/*.ready 2>/dev/null | wc -l)
+        alive=0
+        for process in $processes; do kill -0 "$process" 2>/dev/null && alive=$((alive + 1)); done
+        [ "$waiting" -ge "$alive" ] && break
+        [ $((most_s - $(date +%s) + began)) -lt "${TURNS:-0}" ] && break
+    done
+    touch "$results/go"
+    settle
+}
+
 case $call in
 lives)
     step facts 40 $steps facts
@@ -81,6 +97,8 @@ lives)
     beside late 150 $steps late
     beside sanitizer 90 env TORCH_CUDA_SANITIZER=1 $steps sanitizer
     pytests tests 230 pytest -m gpu ${TESTS:-tests/gpu} -n "${WORKERS:-6}"
+    # shellcheck disable=SC2086
+    pytests newer 230 tests.device.on_gpu --newer -n "${WORKERS:-6}" -m "slow or not slow" ${NEWER_ARGS:-}
     settle
     ;;
 wide)
@@ -96,10 +114,17 @@ wide)
     settle
     ;;
 figures)
-    step measure 45 $steps measure
+    [ -f "$results/machine.json" ] || step measure 45 $steps measure
+    for peak in ${PEAKS:-}; do echo "${peak#*=}" >"$results/${peak%%=*}.peak"; done
+    rm -f "$results"/*.ready "$results/go"
     pack
     while read -r name limit options; do
         [ -n "${ONLY:-}" ] && case " $ONLY " in *" $name "*) ;; *) continue ;; esac
+        if [ -n "${TURNS:-}" ]; then
+            # shellcheck disable=SC2086
+            beside "$name" "$most_s" $steps train --turns --name "$name" $options
+            continue
+        fi
         # shellcheck disable=SC2086
         step "$name" "$limit" $steps train --name "$name" $options
         pack
@@ -111,7 +136,12 @@ half 180 --budget-of torch --share 0.5 --trace
 all 100 --budget-of torch
 third 180 --budget-of torch --share 0.3
 masters 75 --budget-of torch --share 0.3 --dtype bfloat16 --expandable
+muon_torch 75 --backend torch --optimizer muon
+muon 180 --optimizer muon --budget-of torch --share 0.33
+coded_torch 75 --backend torch --model coded
+coded 180 --model coded --budget-of coded_torch --share 0.3
 QUESTIONS
+    [ -n "${TURNS:-}" ] && take_turns
     ;;
 *)
     echo "usage: $0 lives|wide|figures SECONDS FOLDER" >&2
@@ -122,5 +152,5 @@ pack
 cp "$results/summary.txt" "$folder/" 2>/dev/null
 tail -n 60 "$results/summary.txt"
 grep -h '"median_s"\|"held"\|"same"' "$results"/*.jsonl 2>/dev/null | cut -c1-260
-tail -qn 25 "$results/tests.log" "$results/runs.log" "$results"/random_*.log "$results"/held_*.log 2>/dev/null
+tail -qn 25 "$results/tests.log" "$results/newer.log" "$results/runs.log" "$results"/random_*.log "$results"/held_*.log 2>/dev/null
 exit 0

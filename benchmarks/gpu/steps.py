@@ -8,6 +8,7 @@ A question is a process of its own with a limit of time; what it has found stays
 """
 
 import argparse
+import fcntl
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ BEGAN_S = time.perf_counter()
 MIB, GIB = 2**20, 2**30
 LLAMA_SIZES = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 20, "num_attention_heads": 16}
 TINY_LLAMA_SIZES = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 6, "num_attention_heads": 4}
+CODED_SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 24, "num_attention_heads": 32}
 
 
 def parsed() -> argparse.Namespace:
@@ -41,11 +43,14 @@ def parsed() -> argparse.Namespace:
     )
     parser.add_argument("--inner", default="aot_eager", help="trains: what compiles the regions")
     parser.add_argument("--backend", default="elixir", choices=["elixir", "torch", "fsdp2"])
+    parser.add_argument("--model", default="llama", choices=["llama", "coded"], help="train: coded is in NF4 with LoRA")
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"], help="train: muon is for matrices")
     parser.add_argument("--budget-of", default="", help="train: the question whose measured peak is the budget")
     parser.add_argument("--share", type=float, default=1.0, help="train: the share of that peak")
     parser.add_argument("--dtype", default="", help="train: the parameters' dtype, with fp32 masters")
     parser.add_argument("--expandable", action="store_true", help="let segments of the allocator expand")
     parser.add_argument("--trace", action="store_true", help="train: a profiler's trace of a step")
+    parser.add_argument("--turns", action="store_true", help="train: beside others; steps but the first are alone")
     parser.add_argument("--steps", type=int, default=14)
     chosen = parser.parse_args()
     if chosen.tiny:
@@ -57,6 +62,8 @@ ARGUMENTS = parsed()
 NAME = ARGUMENTS.name or ARGUMENTS.question
 ARGUMENTS.out.mkdir(parents=True, exist_ok=True)
 FACTS = (ARGUMENTS.out / f"{NAME}.jsonl").open("a", encoding="utf-8")
+TURN = (ARGUMENTS.out / "turn").open("w")
+"""A lock that a question holds from its turn on to the end of its process."""
 FAILED: list[str] = []
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts with `&`
 
@@ -181,6 +188,15 @@ def gpt2(num_layers: int, **options: object) -> torch.nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, **{**dropout, **sizes, **options})).train()
 
 
+def trained_params(model: torch.nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    """Return the trained parameters that Muon updates, if it was asked for, and the other ones."""
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    by_muon = {
+        name for name, param in trained if ARGUMENTS.optimizer == "muon" and ".layers." in name and param.ndim == 2
+    }
+    return [p for name, p in trained if name in by_muon], [p for name, p in trained if name not in by_muon]
+
+
 class Training:
     """A training of a language model on random tokens, by Elixir or by another backend of torch."""
 
@@ -189,20 +205,24 @@ class Training:
 
         torch._dynamo.reset()
         self.model, self.num_steps = model, 0
-        self.optimizer: torch.optim.Optimizer
         if backend == "elixir":
             elixir.prepare(model, device=DEVICE, param_dtype=param_dtype)
             # The host of a virtual machine may grow, so its free memory of this moment says little.
             host = {"host_memory": "100GiB"} if IS_CUDA else {}
             options = {"report": True, "plan_cache": False, **host, **options}
             self.compiled = torch.compile(model, backend="elixir", options=options)
-            self.optimizer = elixir.HybridAdamW(model.parameters(), lr=3e-4)
         elif backend == "fsdp2":
             self.compiled = sharded_by_fsdp2(model)
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
         else:
             self.compiled = torch.compile(model.to(DEVICE), backend=backend)
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
+        matrices, others = trained_params(model)
+        self.optimizers: list[Any] = []
+        if backend == "elixir":
+            self.optimizers += [elixir.hybrid(torch.optim.Muon)(matrices, lr=1e-3)] if matrices else []
+            self.optimizers += [elixir.HybridAdamW(others, lr=3e-4)]
+        else:
+            self.optimizers += [torch.optim.Muon(matrices, lr=1e-3)] if matrices else []
+            self.optimizers += [torch.optim.AdamW(others, lr=3e-4, fused=True)]
 
     def loss(self, shape: Sequence[int] = TOKENS, *, autocast: bool = False) -> torch.Tensor:
         """Run the forward on the next tokens."""
@@ -216,8 +236,9 @@ class Training:
         """Train on the next tokens and return their loss, on the device."""
         loss = self.loss(shape, autocast=autocast)
         loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         return loss.detach()
 
     def losses(self, num: int) -> list[float]:
@@ -228,7 +249,8 @@ class Training:
         """Return the gradients of the next tokens, on the host, and forget them."""
         self.loss().backward()
         found = {name: p.grad.detach().cpu() for name, p in self.model.named_parameters() if p.grad is not None}
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
         return found
 
 
@@ -309,7 +331,7 @@ def late() -> None:
                 plan=str(plan) if plan.exists() else None,
             )
             own.losses(3)
-            own.optimizer.wait()  # type: ignore[attr-defined]
+            own.optimizers[0].wait()
             elixir.save_plan(elixir.compilations(own.compiled)[-1], plan)
             return [param.detach().cpu().clone() for param in own.model.parameters()]
         finally:
@@ -349,16 +371,53 @@ def measure() -> None:
         note(built_in=json.loads(cluster_to_json(built_in)))
 
 
-def llama() -> torch.nn.Module:
-    """Return a Llama of 1.1 B fp32 parameters on the host."""
+def llama(**sizes: int) -> torch.nn.Module:
+    """Return a Llama of 1.1 B fp32 parameters on the host, or of other sizes."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    sizes = TINY_LLAMA_SIZES if ARGUMENTS.tiny else LLAMA_SIZES
+    own = TINY_LLAMA_SIZES if ARGUMENTS.tiny else {**LLAMA_SIZES, **sizes}
     words = 256 if ARGUMENTS.tiny else 32000
     options = {"vocab_size": words, "max_position_embeddings": 2048, "use_cache": False, "tie_word_embeddings": False}
-    with DEVICE:  # random numbers for 1.1 B parameters take 20 s on a host
-        model = LlamaForCausalLM(LlamaConfig(**sizes, **options, attn_implementation="sdpa")).train()
+    return LlamaForCausalLM(LlamaConfig(**own, **options, attn_implementation="sdpa")).train()
+
+
+class Coded(torch.nn.Module):
+    """A linear layer whose frozen weight is in NF4, by plain ops, beside a trained adapter of rank 16."""
+
+    def __init__(self, num_in: int, num_out: int) -> None:
+        super().__init__()
+        self.shape = (num_out, num_in)
+        codes = torch.randint(0, 256, (num_in * num_out // 64, 32), dtype=torch.uint8)
+        self.codes = torch.nn.Parameter(codes, requires_grad=False)
+        self.scales = torch.nn.Parameter(torch.rand(len(codes), 1) / num_in**0.5, requires_grad=False)
+        self.register_buffer("table", torch.linspace(-1, 1, 16))
+        self.down = torch.nn.Parameter(torch.randn(16, num_in) / num_in**0.5)
+        self.up = torch.nn.Parameter(torch.zeros(num_out, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product of `x` and the sum of both."""
+        places = torch.stack([self.codes & 15, self.codes >> 4], -1).view(-1, 64).int()
+        weight = (self.table[places] * self.scales).view(self.shape)
+        linear = torch.nn.functional.linear
+        return linear(x, weight) + linear(linear(x, self.down), self.up)
+
+
+def coded() -> torch.nn.Module:
+    """Return a Llama of 5.5 B parameters in bfloat16, whose layers have frozen weights in NF4 and trained adapters."""
+    model = llama(**CODED_SIZES, num_key_value_heads=8).requires_grad_(requires_grad=False)
+    for layer in model.model.layers:
+        for part in (layer.self_attn, layer.mlp):
+            for name, child in list(part.named_children()):
+                if isinstance(child, torch.nn.Linear):
+                    setattr(part, name, Coded(child.in_features, child.out_features))
+    return model.to(torch.bfloat16)
+
+
+def made() -> torch.nn.Module:
+    """Return the model of the question, on the host: random numbers for 1.1 B parameters take 20 s there."""
+    with DEVICE:
+        model = llama() if ARGUMENTS.model == "llama" else coded()
     model = model.to("cpu")
     if IS_CUDA:
         torch.cuda.empty_cache()
@@ -389,18 +448,21 @@ def train() -> None:
         peak = ARGUMENTS.out / f"{ARGUMENTS.budget_of}.peak"
         # Without the peak of the other run, the figures of this one still count.
         budget = int(ARGUMENTS.share * (int(peak.read_text()) if peak.exists() else 36 * GIB))
-    shape = (2, 64) if ARGUMENTS.tiny else (8, 1024)
-    autocast = ARGUMENTS.backend != "fsdp2" and not ARGUMENTS.dtype
+    shape = (2, 64) if ARGUMENTS.tiny else (8 if ARGUMENTS.model == "llama" else 4, 1024)
+    autocast = ARGUMENTS.backend != "fsdp2" and not ARGUMENTS.dtype and ARGUMENTS.model == "llama"
     options: dict[str, Any] = {"param_dtype": ARGUMENTS.dtype or None, "device_memory": budget}
     options |= {"inner": "aot_eager"} if ARGUMENTS.tiny else {}
     if (ARGUMENTS.out / "machine.json").exists():
         options["hardware"] = str(ARGUMENTS.out / "machine.json")
-    model = llama()
-    note(params=sum(param.numel() for param in model.parameters()), budget_bytes=budget)
+    model = made()
+    num_params = sum(param.numel() for param in model.parameters())
+    note(params=num_params, model=ARGUMENTS.model, optimizer=ARGUMENTS.optimizer, budget_bytes=budget)
     backend = {"torch": "aot_eager" if ARGUMENTS.tiny else "inductor"}.get(ARGUMENTS.backend, ARGUMENTS.backend)
     own = Training(model, backend, **(options if backend == "elixir" else {}))
     seconds: list[float] = []
     for number in range(ARGUMENTS.steps):
+        if number == 1 and ARGUMENTS.turns:
+            wait_for_turn()
         if number == ARGUMENTS.steps - 4 and IS_CUDA:
             torch.cuda.reset_peak_memory_stats()
         settle()
@@ -421,6 +483,14 @@ def train() -> None:
         note_waits(lambda: own.step(shape, autocast=autocast))
     if ARGUMENTS.trace:
         note_trace(lambda: own.step(shape, autocast=autocast))
+
+
+def wait_for_turn() -> None:
+    """Wait until `run.sh` lets the questions go on that it has asked beside each other, one of them at a time."""
+    (ARGUMENTS.out / f"{NAME}.ready").touch()
+    while not (ARGUMENTS.out / "go").exists():
+        time.sleep(0.1)
+    fcntl.flock(TURN, fcntl.LOCK_EX)
 
 
 @contextmanager

@@ -10,6 +10,18 @@ _HABITS = "tests/run/habits"
 RUNS: Sequence[str] = (_HABITS, "tests/run/optim/test_updates.py")
 """The folder and the file that run with late copies."""
 
+NEWER: Sequence[str] = (
+    "tests/run/graph/test_frozen_weights.py",
+    "tests/run/optim/test_masters_of_classes.py",
+    "tests/run/optim/test_state_on_disk.py",
+    "tests/run/optim/test_trained_on_disk.py",
+    "tests/run/optim/test_whole_habits.py",
+    "tests/run/optim/test_whole_updates.py",
+    "tests/run/runtime/test_params_on_disk.py",
+    "tests/run/session/test_weights_of_files.py",
+)
+"""Files of frozen weights, classes that update whole tensors, and files on disk, which a GPU has not run yet."""
+
 MOMENTS: Sequence[str] = tuple(
     f"{_HABITS}/test_gradients.py::test_{name}"
     for name in (

@@ -40,7 +40,16 @@ from tests.run.frozen_checks import (
 )
 from tests.run.processes import in_turn, spawn
 from tests.run.random_runs import SLACK_BYTES
-from tests.run.training import Run, by_elixir, by_elixir_unprepared, by_torch, least_bytes
+from tests.run.training import (
+    Run,
+    assert_same_tensors,
+    by_elixir,
+    by_elixir_unprepared,
+    by_torch,
+    least_bytes,
+    same_losses,
+    scaled_bytes,
+)
 
 AS_TENSORS_AND_INSIDE = [InNF4, pytest.param(Adapted, marks=pytest.mark.slow)]
 """Codes and scales inside of a tensor of a class of its own, and as parameters of a module."""
@@ -55,9 +64,8 @@ def compare(kind: type[nn.Module], **options: Any) -> tuple[Any, Run]:
     """Train a stack of `kind` and one compiled by torch's `aot_eager`, compare all bits, and return plan and run."""
     wanted = trained(by_torch(stack(kind), backend="aot_eager"))
     found = trained(by_elixir(stack(kind), plan_cache=False, replan=False, **options))
-    assert all(map(torch.equal, found.losses, wanted.losses))
-    weights = wanted.weights
-    assert all(torch.equal(value, weights[name]) for name, value in found.weights.items())
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
+    assert_same_tensors(wanted.weights, found.weights)
     plan = elixir.compilations(found.model)[-1].plan
     assert plan is not None
     return plan, found
@@ -75,7 +83,7 @@ def saved_bytes(run: Run) -> int:
     [InNF4, *(pytest.param(kind, marks=pytest.mark.slow) for kind in (Adapted, ByOp, InHalves, Normed, Checkpointed))],
 )
 def test_a_matrix_made_of_codes_is_made_again_instead_of_saved(kind: type[nn.Module]) -> None:
-    _, run = compare(kind, device_memory="64MiB")
+    _, run = compare(kind, device_memory="256MiB")
     # DoRA saves the sum of matrix and adapter, which is trained.
     assert saved_bytes(run) <= 4 * ROWS * WIDTH or kind is Normed
 
@@ -104,19 +112,20 @@ def test_codes_on_the_host_are_copied_in_twice_a_step_and_never_back(kind: type[
 
 @pytest.mark.parametrize("kind", AS_TENSORS_AND_INSIDE)
 def test_an_unprepared_model_trains_in_fewer_bytes(kind: type[nn.Module]) -> None:
-    keep = compare(kind, device_memory="64MiB")[0].prediction.device_peak_bytes
+    keep = compare(kind, device_memory="256MiB")[0].prediction.device_peak_bytes
     wanted = trained(by_torch(stack(kind), backend="aot_eager")).losses
-    run = trained(by_elixir_unprepared(stack(kind), plan_cache=False, device_memory=keep * 8 // 10))
-    assert all(map(torch.equal, run.losses, wanted))
+    budget_bytes = scaled_bytes(stack(kind), keep, 0.8)
+    run = trained(by_elixir_unprepared(stack(kind), plan_cache=False, device_memory=budget_bytes))
+    assert same_losses(map(float, wanted), map(float, run.losses))
     (batch,) = batches(1)
     record = elixir.measure_step(lambda: squares(run.compiled, run.optimizer, batch))
-    assert record.device_peak_bytes <= keep * 8 // 10 + SLACK_BYTES
+    assert record.device_peak_bytes <= budget_bytes + SLACK_BYTES
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Trained, Dropped])
 def test_a_matrix_that_depends_on_more_than_frozen_weights_is_saved_as_by_torch(kind: type[nn.Module]) -> None:
-    _, run = compare(kind, device_memory="64MiB")
+    _, run = compare(kind, device_memory="256MiB")
     assert saved_bytes(run) >= 2 * CODE_BYTES or kind is Trained
 
 
@@ -127,7 +136,7 @@ def test_a_code_changed_between_steps_is_the_code_of_the_next_step() -> None:
         with torch.no_grad():
             dict(run.model.named_parameters())["0.codes"].neg_()
         trained(run)
-    assert all(map(torch.equal, found.losses, wanted.losses))
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
 
 
 def test_a_tensor_made_of_codes_stays_what_it_is_for_its_user(tmp_path: Path) -> None:
@@ -142,7 +151,7 @@ def test_a_tensor_made_of_codes_stays_what_it_is_for_its_user(tmp_path: Path) ->
         with torch.no_grad():
             third.weight.codes.bitwise_xor_(255)
         trained(run)
-    assert all(map(torch.equal, found.losses, wanted.losses))
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
     assert all(bucket.is_away for bucket in executor_of(found.model).buckets)
     copied = copy.deepcopy(found.model)
     elixir.save(tmp_path / "run", found.model)
@@ -166,10 +175,10 @@ def test_tensors_made_of_codes_train_under_every_budget(start: Callable[..., Run
     wanted = trained(by_torch(stack(kind), backend="aot_eager")).losses
     (batch,) = batches(1)
     least = least_bytes(stack(kind), batch, plan_cache=False)
-    keep = compare(kind, device_memory="64MiB")[0].prediction.device_peak_bytes
+    keep = compare(kind, device_memory="256MiB")[0].prediction.device_peak_bytes
     for budget_bytes in range(least, keep, (keep - least) // 3):
         found = trained(start(stack(kind), plan_cache=False, replan=False, device_memory=budget_bytes))
-        assert all(map(torch.equal, found.losses, wanted))
+        assert same_losses(map(float, wanted), map(float, found.losses))
         record = elixir.measure_step(lambda found=found: squares(found.compiled, found.optimizer, batch))
         assert record.device_peak_bytes <= budget_bytes * 1.01
         del found
@@ -194,7 +203,7 @@ def test_scales_are_frozen_and_beside_as_many_codes() -> None:
 def test_large_buffers_that_nobody_writes_live_where_the_plan_says(start: Callable[..., Run]) -> None:
     wanted = trained(by_torch(stack(InBuffers), backend="aot_eager"), LARGE_WIDTH)
     found = trained(start(stack(InBuffers), plan_cache=False, planner="zero3_offload"), LARGE_WIDTH)
-    assert all(map(torch.equal, found.losses, wanted.losses))
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
     plan = elixir.compilations(found.model)[-1].plan
     assert plan is not None
     codes = [bucket.id for bucket in plan.buckets if not bucket.trainable]
@@ -212,15 +221,15 @@ def test_large_buffers_that_nobody_writes_live_where_the_plan_says(start: Callab
             else:
                 module.codes = value.clone()
         trained(run, LARGE_WIDTH)
-    assert all(map(torch.equal, found.losses, wanted.losses))
-    assert all(torch.equal(value, wanted.weights[name]) for name, value in found.weights.items())
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
+    assert_same_tensors(wanted.weights, found.weights)
 
 
 def test_a_large_buffer_that_the_forward_writes_stays_on_the_device() -> None:
     wanted = trained(by_torch(stack(Moving), backend="aot_eager"), LARGE_WIDTH)
     found = trained(by_elixir(stack(Moving), plan_cache=False, planner="zero3_offload"), LARGE_WIDTH)
-    assert all(map(torch.equal, found.losses, wanted.losses))
-    assert all(torch.equal(value, wanted.weights[name]) for name, value in found.weights.items())
+    assert same_losses(map(float, wanted.losses), map(float, found.losses))
+    assert_same_tensors(wanted.weights, found.weights)
     plan = elixir.compilations(found.model)[-1].plan
     assert plan is not None
     assert all(bucket.trainable for bucket in plan.buckets)

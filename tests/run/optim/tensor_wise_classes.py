@@ -112,8 +112,8 @@ class Shampoo(Plain):
         state = self.state[param]
         if not state:
             state["step"] = 0
-            state["GG"] = [torch.eye(size) * 1e-4 for size in param.shape]
-            state["roots"] = [torch.eye(size) for size in param.shape]
+            state["GG"] = [torch.eye(size, device=param.device) * 1e-4 for size in param.shape]
+            state["roots"] = [torch.eye(size, device=param.device) for size in param.shape]
         grad = param.grad.float()
         for dim, sum_ in enumerate(state["GG"]):
             rows = grad.movedim(dim, 0).reshape(param.shape[dim], -1)
@@ -159,7 +159,7 @@ class ByColumns(Plain):
     def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state = self.state[param]
         if not state:
-            state["sum"], state["square"] = torch.zeros_like(param.T).T, torch.zeros(3, param.shape[0]).T
+            state["sum"], state["square"] = torch.zeros_like(param.T).T, param.new_zeros(3, param.shape[0]).T
         state["sum"].add_(param.grad / param.grad.norm())
         state["square"].add_(param.grad[:, :3])
         for each in state.values():
@@ -298,7 +298,7 @@ class RareGlobal(Plain):
 
     def update(self, params: Sequence[torch.Tensor], group: dict[str, Any]) -> None:
         norm = torch.stack([param.grad.norm() for param in params]).norm()
-        factor = torch.where(norm > 1e20, 1e20 / norm, torch.ones(()))
+        factor = torch.where(norm > 1e20, 1e20 / norm, torch.ones_like(norm))
         for param in params:
             param.sub_(param.grad / param.grad.norm() * factor, alpha=group["lr"])
 

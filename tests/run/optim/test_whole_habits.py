@@ -32,8 +32,8 @@ from tests.run.optim.test_whole_updates import (
     Tower,
     assert_same_run,
     batches,
-    leaves,
     model_for,
+    state_of,
 )
 from tests.run.training import Run, assert_same_tensors, by_elixir, by_torch, loss_of, planned_peak_bytes, same_losses
 from tests.run.updating import Several, accumulate, placed, small_buckets
@@ -308,9 +308,7 @@ def test_muon_for_matrices_beside_adamw_for_the_rest_under_budgets(percent: int,
 
 def assert_same_states(expected: Optimizer, found: Optimizer) -> None:
     """Fail unless the state dicts have equal states, bit by bit."""
-    known, own = (dict(leaves(each.state_dict()["state"])) for each in (expected, found))
-    assert known.keys() == own.keys()
-    assert all(torch.equal(torch.as_tensor(value), torch.as_tensor(own[path])) for path, value in known.items())
+    assert_same_tensors(state_of(expected), state_of(found))
 
 
 class WatchedScratch(SharedScratch):

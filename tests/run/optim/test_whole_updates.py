@@ -84,16 +84,18 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, value
 
 
-def assert_same_run(expected: Run, got: Run) -> None:
-    """Fail unless losses, weights and state dicts are equal, bit by bit."""
+def state_of(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """Return the entries of the state dict by path, numbers as tensors."""
+    return {path: torch.as_tensor(value) for path, value in sorted(leaves(optimizer.state_dict()["state"]))}
+
+
+def assert_same_run(expected: Run, got: Run, *, by_device: bool = False) -> None:
+    """Fail unless losses, weights and state dicts are equal, bit by bit; beside a GPU, close, unless all updates are
+    `by_device`."""
     theirs, ours = ([loss.item() for loss in run.losses] for run in (expected, got))
     assert same_losses(theirs, ours), (theirs, ours)
-    for (name, param), own in zip(expected.model.named_parameters(), got.model.parameters(), strict=True):
-        assert torch.equal(param, own), name
-    known, found = (dict(leaves(run.optimizer.state_dict()["state"])) for run in (expected, got))
-    assert known.keys() == found.keys()
-    for path, value in known.items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(found[path])), path
+    assert_same_tensors(expected.weights, got.weights, by_device=by_device)
+    assert_same_tensors(state_of(expected.optimizer), state_of(got.optimizer), by_device=by_device)
 
 
 def model_for(cls: type[Optimizer], widths: tuple[int, int] = WIDTHS) -> nn.Module:
@@ -150,7 +152,7 @@ def test_the_bits_of_the_class_wherever_and_whenever_tensors_are_updated(
         options |= {"disk_path": tmp_path, "disk_check": True}
     with small_pieces(), small_buckets(lambda plan: placed(plan, home, share, Update(update))):
         run = by_elixir(model_for(cls), optimizer=hybrid_of(cls), **options).train(batches())
-        assert_same_run(expected_of(cls), run)
+        assert_same_run(expected_of(cls), run, by_device=home == "device" or share == 1.0)
     (plan,) = {record.plan for record in elixir.compilations(run.model)}
     assert all(bucket.whole_update is not None for bucket in plan.buckets)
     assert any(placement.streamed for placement in plan.placements) is (share > 0)

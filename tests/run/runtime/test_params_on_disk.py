@@ -15,13 +15,15 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.runtime.disk_params import file_ranges
+from elixir_compile.session.machine import library_bytes
 from tests.run.processes import apart
-from tests.run.training import Run, by_elixir, by_torch, plain_step
+from tests.run.training import Run, by_elixir, by_torch, plain_step, same_losses
 
 load_file, save_file = (getattr(pytest.importorskip("safetensors.torch"), name) for name in ("load_file", "save_file"))
 ROWS, WIDTH, LAYERS = 1 << 18, 64, 8
 TABLE_BYTES = ROWS * WIDTH
-OPTIONS = {"device_memory": "64MiB", "host_memory": "72MiB", "plan_cache": False, "replan": False}
+DEVICE_BYTES = (64 << 20) + library_bytes(torch.get_default_device())
+OPTIONS = {"device_memory": DEVICE_BYTES, "host_memory": "72MiB", "plan_cache": False, "replan": False}
 """The host has room for the buffers of gathers, 66 MiB, and for none of the tables of 16 MiB."""
 
 
@@ -99,7 +101,7 @@ def test_frozen_parameters_are_read_from_the_file_that_they_were_loaded_from(
     model: nn.Module, wanted: list[torch.Tensor], checkpoint: Path
 ) -> None:
     run = from_file(model, checkpoint).train(batches(), step)
-    assert all(map(torch.equal, run.losses, wanted))
+    assert same_losses(map(float, wanted), map(float, run.losses))
     assert Tier.DISK in homes(run)
     params = [param for param in run.model.parameters() if not param.requires_grad]
     assert all(own is not None and own.path == str(checkpoint) for own in file_ranges(params))
@@ -115,7 +117,7 @@ def test_frozen_parameters_in_no_file_get_one_of_their_own(
     model: nn.Module, wanted: list[torch.Tensor], tmp_path: Path
 ) -> None:
     run = by_elixir(model, **OPTIONS, disk_path=tmp_path, disk_check=True).train(batches(), step)
-    assert all(map(torch.equal, run.losses, wanted))
+    assert same_losses(map(float, wanted), map(float, run.losses))
     assert Tier.DISK in homes(run)
     for name, value in model.state_dict().items():
         assert not name.endswith("codes") or torch.equal(run.model.state_dict()[name], value)
@@ -149,7 +151,7 @@ def test_a_failed_read_is_an_error_and_the_next_step_is_right(
         with pytest.raises(elixir.DiskFailed, match=r"model\.safetensors"):
             run.train(batches()[1:2], step)
     run.train(batches()[1:], step)
-    assert all(map(torch.equal, run.losses, wanted))
+    assert same_losses(map(float, wanted), map(float, run.losses))
 
 
 @pytest.mark.slow
@@ -162,7 +164,8 @@ def test_short_reads_give_the_same_bytes(
         return read(fd, [memoryview(buffers[0])[: 1 << 20]], offset)
 
     monkeypatch.setattr(os, "preadv", short)
-    assert all(map(torch.equal, from_file(model, checkpoint).train(batches(2), step).losses, wanted))
+    losses = from_file(model, checkpoint).train(batches(2), step).losses
+    assert same_losses(map(float, wanted[:2]), map(float, losses))
 
 
 @pytest.mark.parametrize("fault", ["written", pytest.param("truncated", marks=pytest.mark.slow)])
@@ -187,7 +190,7 @@ def test_a_file_that_gets_another_name_or_is_replaced_is_read_on(
     other.write_bytes(b"another model")
     other.replace(checkpoint)
     run.train(batches()[1:], step)
-    assert all(map(torch.equal, run.losses, wanted))
+    assert same_losses(map(float, wanted), map(float, run.losses))
 
 
 @pytest.mark.slow
