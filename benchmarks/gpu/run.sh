@@ -98,7 +98,8 @@ lives)
     beside sanitizer 90 env TORCH_CUDA_SANITIZER=1 $steps sanitizer
     pytests tests 230 pytest -m gpu ${TESTS:-tests/gpu} -n "${WORKERS:-6}"
     # shellcheck disable=SC2086
-    pytests newer 230 tests.device.on_gpu --newer -n "${WORKERS:-6}" -m "slow or not slow" ${NEWER_ARGS:-}
+    pytests newer 230 tests.device.on_gpu --newer -n "${WORKERS:-6}" -m "slow or not slow" \
+        -k "wherever_and_whenever_tensors or not slow" ${NEWER_ARGS:-}
     settle
     ;;
 wide)
