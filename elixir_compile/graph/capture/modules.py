@@ -380,7 +380,7 @@ def swap(module: nn.Module, entries: Mapping[str, Entry], model: OwningModel) ->
     """Make the parameters of `module` in `entries`, by name, read as gathers. The module keeps `model` alive."""
     base = type(module)
     namespace: dict[str, object] = {name: _gathered(module, name, entry) for name, entry in entries.items()}
-    namespace |= _methods_over(base, has_dtensors=any(entry.slots[0].is_dtensor for entry in entries.values()))
+    namespace |= _methods_over(base, keeps=any(map(_keeps_itself, entries.values())))
     namespace["__module__"] = base.__module__
     namespace["__doc__"] = base.__doc__
     namespace[_SWAPPED] = True
@@ -578,8 +578,18 @@ def _copy_for_eager_code(
     return copies[0] if as_entry is None else as_entry(*copies)
 
 
-def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, object]:
-    """Return the methods of a swapped module in place of those of its class `base`, by name."""
+def _keeps_itself(entry: Entry) -> bool:
+    """Return whether `model.to` leaves `entry` as it is: a DTensor, or a tensor with others inside.
+
+    Its parts have homes. torch would swap it for another tensor, which torch refuses if an optimizer or a compiled
+    graph has it.
+    """
+    return entry.wrapping is not None or entry.slots[0].is_dtensor
+
+
+def _methods_over(base: type[nn.Module], *, keeps: bool) -> dict[str, object]:
+    """Return the methods of a swapped module in place of those of its class `base`, by name; `keeps` if any of its
+    entries keeps itself."""
 
     def register_parameter(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         """Register `param` as `nn.Module` does. If the captured graphs cannot read it, they are captured again."""
@@ -598,18 +608,23 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
         base.register_buffer(module, name, tensor, persistent)
 
     def move(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to a shard of a parameter whose dtype it
-        keeps.
+        """Apply `fn` as `nn.Module` does, as for `model.to(device)`, but not to what keeps itself, if its dtype stays.
 
-        The shard has a home. torch would swap the DTensor for another, which it refuses if an optimizer has it.
+        Raises UnsupportedModel if a tensor with others inside would get another dtype.
         """
         kept: dict[str, Any] = {}
         entries: dict[str, Entry] = module.__dict__.get(_ENTRIES, {})
-        for name, slot in ((name, entry.slots[0]) for name, entry in entries.items()):
-            is_own = slot.is_dtensor and module._parameters.get(name) is slot.param
-            if is_own and fn(slot.own.new_empty(0)).dtype == slot.param.dtype:
-                kept[name], module._parameters[name] = slot.param, None
+        for name, entry in entries.items():
+            there, slot = module._parameters.get(name), entry.slots[0]
+            if there is None or not (_keeps_itself(entry) and entry.is_in(there)):
+                continue
+            if fn(torch.empty(0, dtype=there.dtype, device=slot.own.device)).dtype == there.dtype:
+                kept[name] = there
+            elif entry.wrapping is not None:
+                because = f"it is inside of a {type(there).__name__} whose dtype, {there.dtype}, cannot change any more"
+                raise UnsupportedModel(slot.name, f"{because}. Cast the model first, then prepare or compile it")
         try:
+            module._parameters.update(dict.fromkeys(kept))
             return compat.apply_to_tensors(base, module, fn, recurse)
         finally:
             module._parameters.update(kept)
@@ -628,7 +643,7 @@ def _methods_over(base: type[nn.Module], *, has_dtensors: bool) -> dict[str, obj
     found: dict[str, object] = {
         "__reduce_ex__": reduce_ex, "register_buffer": register_buffer, "register_parameter": register_parameter
     }  # fmt: skip
-    return {**found, "__delattr__": delete, **({"_apply": move} if has_dtensors else {})}
+    return {**found, "__delattr__": delete, **({"_apply": move} if keeps else {})}
 
 
 def _refuse_values(module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:

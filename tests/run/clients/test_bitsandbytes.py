@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.graph.capture.modules import executor_of
+from elixir_compile.graph.capture.modules import executor_of, unmanaged_reason
 from tests.run.frozen_checks import WIDTH, InNF4, batches, squares, stack
 from tests.run.training import Run, by_elixir, by_elixir_unprepared, by_torch
 
@@ -51,7 +51,7 @@ def test_layers_in_4_bits_train_from_the_host(start: Any, kind: type[nn.Module])
     weight = found.model.get_submodule("0.base")._parameters["weight"]
     assert type(weight).__name__ == "Params4bit"
     assert {"0.base.weight", "0.base.weight.quant_state.absmax"} <= executor_of(found.model).slots.keys()
-    assert all(bucket.is_on_host for bucket in executor_of(found.model).buckets)
+    assert all(bucket.is_away for bucket in executor_of(found.model).buckets)
     frozen = {bucket.spec.id for bucket in executor_of(found.model).buckets if not bucket.spec.trainable}
     record = elixir.measure_step(lambda: squares(found.compiled, found.optimizer, batches(1)[0]))
     lanes = {str(span.lane) for span in record.spans if span.nbytes and frozen.intersection(span.label.split())}
@@ -63,3 +63,36 @@ def test_layers_in_4_bits_train_from_the_host(start: Any, kind: type[nn.Module])
         trained(run)
     assert all(map(torch.equal, found.losses, wanted.losses))
     assert all(torch.equal(value, wanted.weights[name]) for name, value in found.weights.items())
+
+
+class In8Bits(InNF4):
+    """The weight of the layer is an `Int8Params`, which no plan moves: the forward reads the codes in `layer.state`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = nn.Linear(WIDTH, WIDTH, bias=False).state_dict()
+        made: Any = bitsandbytes.nn.Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+        made.load_state_dict(values)
+        self.base = made.to("cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_layers_in_8_bits_stay_on_the_device_and_train() -> None:
+    wanted = trained(by_torch(stack(In8Bits), backend="aot_eager"))
+    found = trained(by_elixir(stack(In8Bits), plan_cache=False, planner="zero3_offload"))
+    assert all(map(torch.equal, found.losses, wanted.losses))
+    assert not any("base" in name for name in executor_of(found.model).slots)
+    layer: Any = found.model.get_submodule("0.base")
+    assert layer.state.CB.data_ptr() == layer.weight.data_ptr()
+    assert "Int8Params" in str(unmanaged_reason(layer, "weight"))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*may get different generations due to rounding:UserWarning")
+def test_an_adapter_is_merged_into_layers_in_4_bits_and_taken_out() -> None:
+    pytest.importorskip("peft")
+    from tests.run.clients.test_peft import merged_and_trained
+
+    merged_and_trained(lambda: In4Bits().base, is_loaded_in_4bit=True)

@@ -1,5 +1,6 @@
 """LoRA adapters of peft train bit for bit as in eager code, and the frozen model stays on the host."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -96,3 +97,37 @@ def test_adapters_beside_weights_in_4_bits_train_and_are_switched(use_dora: bool
     assert all(type(layer.weight) is NF4 for layer in base)
     (batch,) = batches(1)
     assert torch.equal(base(batch), coded()(batch))
+
+
+def merged_and_trained(layer: Callable[[], nn.Module], **loaded: Any) -> None:
+    """Train an adapter beside three of `layer`, merge it, take it out again and train on, by torch and by Elixir; the
+    results are bitwise equal. `loaded` are the attributes by which transformers notes how a model was quantised."""
+
+    def run(compile_it: Any) -> tuple[list[torch.Tensor], nn.Module]:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["0", "1", "2"], init_lora_weights=False)
+        base = nn.Sequential(layer(), layer(), layer())
+        vars(base).update(loaded)
+        model = peft.get_peft_model(base, config)
+        torch._dynamo.reset()
+        called, found = compile_it(model), []
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], fused=True)
+        for change in ("", "merge_adapter", "unmerge_adapter"):
+            if change:
+                getattr(model, change)()
+            if change == "merge_adapter":
+                with torch.no_grad():
+                    found += [called(batch).clone() for batch in batches(2)]
+                continue
+            for batch in batches(2):
+                loss = called(batch).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.detach().clone())
+        return found, model
+
+    expected, _ = run(lambda model: torch.compile(model, backend="aot_eager"))
+    got, model = run(lambda model: compiled(model, planner="zero3_offload"))
+    assert all(map(torch.equal, got, expected))
+    assert executor_of(model).ledger.counts["gather"] > 0
