@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -35,7 +35,7 @@ from elixir_compile.search.lean_calls import with_lean_calls
 from elixir_compile.search.outer import answer, decision, leaner
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, write_out
-from elixir_compile.search.space.buckets import moved_to_disk, with_larger_buckets
+from elixir_compile.search.space.buckets import moved_to_disk, with_larger_buckets, with_smaller_buckets
 from elixir_compile.search.space.facts import gather_facts
 from elixir_compile.step.legality import verify
 from elixir_compile.step.prices import prices
@@ -388,12 +388,11 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
     def search(variant: Problem) -> Plan:
         clock = Clock()
         larger = with_larger_buckets(variant)
-        if larger is None:
-            return place(variant, clock)
-        with contextlib.suppress(NoFeasiblePlan):
-            return place(larger, clock)
+        sizes = [variant] if larger is None else [larger, variant]
+        made, refused = _at_first_size(sizes, partial(place, clock=clock))
         # With more memory the larger buckets may fit, and have fewer launches.
-        return with_gib_bound_of(place(variant, clock), [Evaluator(gather_facts(larger))], deadline_in(1.0))
+        others = [Evaluator(gather_facts(each)) for each in refused]
+        return with_gib_bound_of(made, others, deadline_in(1.0)) if others else made
 
     def place(variant: Problem, clock: Clock) -> Plan:
         evaluator = Evaluator(gather_facts(variant))
@@ -410,7 +409,7 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
         return write_out(evaluator, _first_draft(evaluator, _quick_draft))
 
     def search_without_solver(variant: Problem) -> Plan:
-        return plan_with_disk(variant, without_solver)
+        return plan_with_disk(variant, lambda asked: _at_first_size([asked], without_solver)[0])
 
     try:
         result = plan_with_disk(problem, search)
@@ -422,6 +421,27 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
             raise with_min_host_bytes(problem, error, search_without_solver, timeout_s).renewed() from None
     verify(problem.graph, result)
     return result
+
+
+def _at_first_size(sizes: Sequence[Problem], place: Callable[[Problem], Plan]) -> tuple[Plan, list[Problem]]:
+    """Return the plan of `place` for the first of `sizes` that has one, problems with ever smaller buckets, and those
+    that have none; where no other has, the last is tried with the smallest buckets.
+
+    Raises `NoFeasiblePlan` with the smallest budget of all.
+    """
+    tried, refused, error = [*sizes], list[Problem](), None
+    while True:
+        asked = tried[len(refused)]
+        found = answer(place, asked)
+        if not isinstance(found, NoFeasiblePlan):
+            return found, refused
+        refused.append(asked)
+        error = found if error is None else leaner(found, error)
+        if len(refused) == len(tried):
+            smaller = with_smaller_buckets(asked) if error.memory == "device" else None
+            if smaller is None:
+                raise error.renewed()
+            tried.append(smaller)
 
 
 def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock) -> DraftPlan:

@@ -52,9 +52,15 @@ from elixir_compile.optim.generic.dry_step import (
     copied,
     cut,
     dry_step,
-    joined_at_shapes,
 )
-from elixir_compile.optim.generic.tensor_step import TensorStep, flat_state, nested_state, tensor_step, work_bytes_of
+from elixir_compile.optim.generic.tensor_step import (
+    TensorStep,
+    flat_state,
+    joined_at_shapes,
+    nested_state,
+    tensor_step,
+    work_bytes_of,
+)
 from elixir_compile.optim.host import host_threads_for
 from elixir_compile.optim.masters import Wide, batches, rest_layouts, scratch_nbytes
 from elixir_compile.optim.precision import EXACT, StatePrecision, noise_key, rounded_to_bfloat16, weight_noise

@@ -71,7 +71,7 @@ class ClassStep:
     def take(self, updates: Sequence[ParamUpdate]) -> Mapping[str, Any]:
         """Update weights in place, entries of states in place or by new values; return the group that the step left."""
         params = [nn.Parameter(one.weight) for one in updates]
-        optimizer = self._transient(params, updates[0].weight)
+        optimizer = self.transient(params, updates[0].weight)
         optimizer.state = StatesInPlace({id(param): one.places for param, one in zip(params, updates, strict=True)})
         for param, one in zip(params, updates, strict=True):
             param.grad = one.grad.data  # `detach()` would share the version, which GradientGuard checks
@@ -88,7 +88,7 @@ class ClassStep:
     def take_dry(self, one: ParamUpdate) -> tuple[torch.Tensor, State]:
         """Run the step on meta tensors as if they were on the host; return the weight and the state after the step."""
         param = nn.Parameter(one.weight)
-        optimizer = self._transient([param], torch.empty(0, device="cpu"))
+        optimizer = self.transient([param], torch.empty(0, device="cpu"))
         if "foreach" in self.group:  # the bits are the same, and `ClassPasses` compares them
             optimizer.param_groups[0]["foreach"] = False
         param.grad = one.grad
@@ -101,7 +101,7 @@ class ClassStep:
         with compat.outside_captures():  # the training thread may capture a graph meanwhile
             plain_step(self.cls)(optimizer)
 
-    def _transient(self, params: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
+    def transient(self, params: Sequence[nn.Parameter], beside: torch.Tensor) -> Optimizer:
         """Return an optimizer on the device of `beside`: on the host, tensors of the group are copied there and
         `capturable` is False."""
         group = dict(self.group)
@@ -381,7 +381,7 @@ def _kept_elsewhere(make: _Maker, samples: Sequence[_Sample], expected: Sequence
                     left = replace(step, group=cut(group, make.lists, [place])).take([one])
                 group |= {name: left[name] for name in expected[0].counts}
     except Exception as error:
-        return f"a step of a parameter by its state alone fails with {_text_of(error)}"
+        return f"a step of a parameter by its state alone fails with {text_of(error)}"
     for param, state, known in zip(params, states, expected, strict=False):
         if not (_is_same(param.detach(), known.weight) and _are_same(state, known.state)):
             return "the optimizer keeps more of a parameter from step to step than its state, such as in an attribute"
@@ -431,10 +431,12 @@ def _shape(value: object) -> tuple[int, ...]:
 #                            step reads of it on the host, where values go through Python
 #     counts                 the numbers of the group that steps change are the same whichever tensors take the step
 #
-# All three are fooled by code that runs rarely, or for large tensors only: see `Watch` and `joined_at_shapes`.
+# All are fooled by code that runs rarely, or for large tensors only: see `Watch` and `tensor_step.joined_at_shapes`.
 
 
 _NUM_STEPS, _NUM_BENT_STEPS = 12, 6
+_NUM_MAGNITUDES = 3
+"""Of gradients, in steps that follow each other."""
 _SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
     2: ((24, 16), (16, 24), (24, 16), (8, 8)),
     1: ((16,), (6,)),
@@ -444,10 +446,14 @@ _SHAPES: Mapping[int, tuple[tuple[int, ...], ...]] = {
 }
 """By number of dimensions; two matrices are alike, because classes keep scratch and batches by shape."""
 _NUM_BENT = 4
+_MOST_OPS = 6000
+"""The most ops of a tensor in a run. A class with more takes fewer steps, but one for each of `_READ_FACTORS`, which
+then share a run: the steps of a solver with a hundred iterations would take minutes. Muon has 23 ops in a step."""
 _MOST_COPIED = 1 << 16
 """Elements of the largest tensor among the attributes of an optimizer that dry steps copy."""
 _GRADIENT_FACTORS = (1e-9, 1e9)
 _READ_FACTORS = (1e-9, 2.0, 1e9, -1e9)
+"""As many as gradients have magnitudes, or more."""
 
 
 def _why_global(makers: Sequence[_Maker], dtype: torch.dtype, dims: set[int]) -> str:
@@ -476,7 +482,7 @@ def _shapes_of(dim: int) -> tuple[tuple[int, ...], ...]:
     return _SHAPES.get(dim, ((2,) * dim, (3,) + (2,) * (dim - 1)))
 
 
-def _text_of(error: Exception) -> str:
+def text_of(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -484,7 +490,7 @@ class _Trials:
     """Runs of a dozen steps of tensors of `shapes`, each with the same start and the same gradients in every run."""
 
     def __init__(self, make: _Maker, dtype: torch.dtype, shapes: Sequence[tuple[int, ...]]) -> None:
-        self._make, self.shapes = make, shapes
+        self._make, self.shapes, self._num_steps = make, shapes, _NUM_STEPS
         self._samples = [_small(place, shape, dtype, _NUM_STEPS) for place, shape in enumerate(shapes)]
 
     def run(
@@ -492,16 +498,16 @@ class _Trials:
         places: Sequence[int],
         owners: Owners | None = None,
         factors: Mapping[int, float] | None = None,
-        num_steps: int = _NUM_STEPS,
+        num_steps: int = 0,
     ) -> list[_Trained]:
-        """Train the tensors at `places`, in this order, and return what became of each.
+        """Train the tensors at `places`, in this order, for all steps or `num_steps`; return what became of each.
 
         Gradients are multiplied by the factors in `factors`. If there are `owners`, they follow each op.
         """
         params = [nn.Parameter(self._samples[place][0].clone()) for place in places]
         optimizer = replace(self._make, attributes=copied(self._make.attributes))(params, places)
         facts: list[Mapping[str, Any]] = []
-        for number in range(num_steps):
+        for number in range(num_steps or self._num_steps):
             for param, place in zip(params, places, strict=True):
                 factor = (factors or {}).get(place, 1.0)
                 param.grad = self._samples[place][1][number] * factor
@@ -532,10 +538,19 @@ class _Trials:
         found: dict[int, _Trained] = {}
         for place, shape in enumerate(self.shapes):
             try:
+                if not found:
+                    self._num_steps = self._steps_of(place)
                 (found[place],) = self.run([place])
             except Exception as error:
-                failures.setdefault(len(shape), f"a step of a tensor of shape {shape} fails with {_text_of(error)}")
+                failures.setdefault(len(shape), f"a step of a tensor of shape {shape} fails with {text_of(error)}")
         return found
+
+    def _steps_of(self, place: int) -> int:
+        """Return in how many steps the tensor at `place` has at most `_MOST_OPS` ops, by two steps."""
+        ops: list[Any] = []
+        with compat.ops_seen_by(lambda op, args, kwargs: (ops.append(op), op(*args, **kwargs))[1]):
+            self.run([place], num_steps=2)
+        return min(_NUM_STEPS, max(len(_READ_FACTORS), 2 * _MOST_OPS // len(ops)))
 
     def why_joined(self, alone: Mapping[int, _Trained]) -> str:
         """Return by which op or number parameters reach each other; `alone` is what becomes of each on its own."""
@@ -547,7 +562,7 @@ class _Trials:
             try:
                 found = self.run(order, own)
             except Exception as error:
-                failure = f"a step of {len(order)} tensors fails with {_text_of(error)}"
+                failure = f"a step of {len(order)} tensors fails with {text_of(error)}"
             why = owners.refused or failure or next((one.counted for one in found if one.counted), "")
             if why:
                 return why
@@ -555,20 +570,23 @@ class _Trials:
                 if not _is_same_result(trained, alone[place]):
                     return f"a tensor of shape {self.shapes[place]} is updated otherwise beside others than alone"
         places = places[:_NUM_BENT]
-        usual = self.run(places, num_steps=_NUM_BENT_STEPS)
+        num_steps = min(self._num_steps, _NUM_BENT_STEPS)
+        usual = self.run(places, num_steps=num_steps)
         for bent in (places[::3], places[1:3]):  # neighbours and tensors of one shape are apart
             for factor in _GRADIENT_FACTORS:
                 if self._reaches(places, bent, usual, factors=dict.fromkeys(bent, factor)):
                     return "the gradient of a parameter changes another one"
-            for factor in _READ_FACTORS if owners.readers.intersection(bent) else ():
-                if self._reaches(places, bent, usual, owners=Owners(bent, factor)):
+            is_short = self._num_steps < _NUM_STEPS
+            read_factors = (_READ_FACTORS,) if is_short else [(factor,) for factor in _READ_FACTORS]
+            for factors in read_factors if owners.readers.intersection(bent) else ():
+                if self._reaches(places, bent, usual, owners=Owners(bent, factors)):
                     return "a number that the step reads of a parameter changes another one"
-        samples = [(start, grads[:_NUM_BENT_STEPS]) for start, grads in (self._samples[place] for place in places)]
+        samples = [(start, grads[:num_steps]) for start, grads in (self._samples[place] for place in places)]
         return _kept_elsewhere(self._make, samples, usual)
 
     def _reaches(self, places: Sequence[int], bent: Sequence[int], usual: Sequence[_Trained], **changed: Any) -> bool:
         try:
-            found = self.run(places, num_steps=_NUM_BENT_STEPS, **changed)
+            found = self.run(places, num_steps=min(self._num_steps, _NUM_BENT_STEPS), **changed)
         except Exception:  # such a value may have no root or no inverse
             return False
         rows = zip(places, found, usual, strict=True)
@@ -579,7 +597,7 @@ def _small(place: int, shape: tuple[int, ...], dtype: torch.dtype, count: int) -
     """Return the start of small tensor number `place`, and `count` gradients of several magnitudes."""
     generator = torch.Generator().manual_seed(place)
     values = [torch.randn(shape, generator=generator, device="cpu") for _ in range(1 + count)]
-    grads = [value * 10.0 ** (number % 3 - 1) * (1 + place) for number, value in enumerate(values[1:])]
+    grads = [value * 10.0 ** (number % _NUM_MAGNITUDES - 1) * (1 + place) for number, value in enumerate(values[1:])]
     return values[0].to(dtype), [grad.to(dtype) for grad in grads]
 
 
@@ -678,7 +696,7 @@ class Watch:
                     break
                 # Sums over many steps may have no inverse any more, for example: once more from the start.
                 self._optimizer = None
-                does = f"its step fails for small tensors with {_text_of(error)}"
+                does = f"its step fails for small tensors with {text_of(error)}"
         else:
             raise OptimizerNotTensorWise(number, does, step.cls.__name__)
         if self.owners.refused:
@@ -697,7 +715,7 @@ class Watch:
             dim, dtype = kinds[place % len(kinds)]
             shapes = _shapes_of(dim)
             shape = shapes[place // len(kinds) % len(shapes)]
-            self._samples.append(_small(place, shape, dtype, count=3))
+            self._samples.append(_small(place, shape, dtype, count=_NUM_MAGNITUDES))
         small = [nn.Parameter(start.clone()) for start, _ in self._samples]
         group = cut(_on_host(step.group), self._per_param, range(len(small)))
         group = {**with_foreach(group, params[0]), "params": small}
@@ -724,7 +742,7 @@ class Watch:
             self._step(optimizer, params)
 
     def _step(self, optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
-        self._num_steps = (self._num_steps + 1) % 3
+        self._num_steps = (self._num_steps + 1) % _NUM_MAGNITUDES
         for place, (param, (start, grads)) in enumerate(zip(params, self._samples, strict=True)):
             param.data.copy_(start)  # so that they never diverge
             param.grad = grads[self._num_steps].clone()
@@ -746,53 +764,7 @@ def _is_counter(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: int) -> str:
-    """Take `step` twice for tensors like those of `updates` but without memory, and see whether it joins two of them.
-
-    Called once before step number `number`, the first that updates these tensors: small tensors do not run code behind
-    `numel > N`. Values that the step reads on the host are 1. Returns why the class takes no such step, empty if it
-    does. Raises OptimizerNotTensorWise if the step joins two parameters.
-    """
-    owners = Owners(pretends=True)
-    try:
-        with beside_captures(), compat.fake_tensors(), torch.no_grad():
-            own = replace(step, attributes=copied(step.attributes), group=with_foreach(step.group, updates[0].weight))
-            params = [nn.Parameter(_without_values(one.weight, dtype=updated_dtype(one.weight))) for one in updates]
-            optimizer = own._transient(params, updates[0].weight)
-            for param, one in zip(params, updates, strict=True):
-                if one.state:
-                    optimizer.state[param] = _without_values(dict(one.state), one.weight.device)
-            for _ in range(2):
-                for place, (param, one) in enumerate(zip(params, updates, strict=True)):
-                    param.grad = _without_values(one.grad, dtype=param.dtype)
-                    owners.own([param, param.grad, optimizer.state.get(param)], place)
-                with compat.ops_seen_by(owners.see):
-                    plain_step(step.cls)(optimizer)
-                owners.forget()
-    except Exception as error:
-        if not owners.refused:
-            return _text_of(error)
-    if owners.refused:
-        raise OptimizerNotTensorWise(number, owners.refused, step.cls.__name__)
-    return ""
-
-
 def with_foreach(group: Mapping[str, Any], like: torch.Tensor) -> Mapping[str, Any]:
     """Return `group` with the `foreach` that torch chooses for parameters on the device of `like`, if nobody chose."""
     is_open = group.get("foreach", False) is None and not (group.get("fused") or group.get("differentiable"))
     return {**group, "foreach": compat.uses_foreach(like.device)} if is_open else group
-
-
-def _without_values(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
-    """Return `value` with a new tensor for each in it, of its shape, under `compat.fake_tensors`.
-
-    A tensor has its own dtype and device if none is given; counters are where they are.
-    """
-    if isinstance(value, torch.Tensor):
-        there = device if value.dim() and device is not None else value.device
-        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=there)
-    if isinstance(value, dict):
-        return {name: _without_values(own, device) for name, own in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_without_values(own, device) for own in value)
-    return value

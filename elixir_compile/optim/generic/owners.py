@@ -84,12 +84,15 @@ class _Op:
 class Owners:
     """The owners of tensors while steps run, by `compat.ops_seen_by(owners.see)`; owners are numbers of parameters.
 
-    Values that are read on the host are multiplied by `factor` if their owner is among `bent`. If `pretends`, they are
-    1 instead: tensors without memory have no values.
+    Values that are read on the host are multiplied by one of `factors` if their owner is among `bent`, by the next one
+    in each step. If `pretends`, they are 1 instead: tensors without memory have no values.
     """
 
-    def __init__(self, bent: Collection[int] = (), factor: float = 1.0, *, pretends: bool = False) -> None:
-        self._bent, self._factor, self._pretends = bent, factor, pretends
+    def __init__(
+        self, bent: Collection[int] = (), factors: Sequence[float] = (1.0,), *, pretends: bool = False
+    ) -> None:
+        self._bent, self._factors, self._pretends = bent, factors, pretends
+        self._num_steps = 0
         self._known: dict[Any, _Op] = {}
         self._spans: dict[int, list[tuple[int, int, _Owners]]] = {}
         """By storage key, ranges of bytes in order with their owners."""
@@ -117,7 +120,11 @@ class Owners:
         return _NOBODY.union(*(owners for first, last, owners in spans if first < stop and start < last))
 
     def forget(self) -> None:
-        """Forget the owners of storages that nobody else holds."""
+        """Forget the owners of storages that nobody else holds, after a step."""
+        self._num_steps += 1
+        self._sweep()
+
+    def _sweep(self) -> None:
         for key in [key for key, storage in self._held.items() if not compat.num_holders(storage)]:
             del self._held[key], self._spans[key]
 
@@ -206,7 +213,8 @@ class Owners:
         value = op(*args, **kwargs)
         if not owners or not owners.issubset(self._bent) or self.num_reads > _MOST_BENT:
             return value
-        return not value if isinstance(value, bool) else type(value)(value * self._factor if value else self._factor)
+        factor = self._factors[self._num_steps % len(self._factors)]
+        return not value if isinstance(value, bool) else type(value)(value * factor if value else factor)
 
     def _label(self, known: _Op, read: Sequence[Any], owners: _Owners, written: Sequence[Any], result: Any) -> None:
         for target in (*tensors_in(written), *tensors_in(result)):
@@ -296,7 +304,7 @@ class Owners:
         elif key in self._spans:
             del self._spans[key], self._held[key]
         if storage.nbytes() > _SWEPT_BYTES:
-            self.forget()
+            self._sweep()
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:

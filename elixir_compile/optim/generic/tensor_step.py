@@ -1,10 +1,16 @@
 """What one step of an optimizer class does to a tensor of a given shape: the state that it keeps, its FLOPs, the bytes
 that it moves, its kernels, and the memory that it takes besides.
 
-    a tensor of the real shape, without memory  --two steps of the class, each op seen-->  a `TensorStep`
+    a tensor of the real shape, without memory  --some steps of the class, each op seen-->  a `TensorStep`
 
 Plans count with it the state and the work space of classes that are not element-wise, whose state has any shape. An op
 on tensors without memory takes some 0.1 ms whatever their shape: two steps of Muon for 4096 x 11008 take 0.1 s.
+
+A class that counts its steps may do more in some of them, such as SOAP, which turns its basis in every tenth:
+
+    steps        1  2 | 3 ... 12 | 99  100  101       100 is an integer among the hyperparameters
+    work space   the most of all of them
+    FLOPs        the mean of 3 to 12, and what 100 has beyond each of them over 100
 """
 
 import weakref
@@ -21,17 +27,23 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import flop_registry
 
 from elixir_compile import compat
+from elixir_compile.base.errors import OptimizerNotTensorWise
 from elixir_compile.graph.capture.node_facts import leaves_of
+from elixir_compile.graph.ops.optimizers import updated_dtype
 from elixir_compile.optim.generic.dry_step import (
+    ClassStep,
+    beside_captures,
     constructed,
     copied,
     cut,
     plain_step,
+    text_of,
     transient_optimizer,
     with_foreach,
     without_traces,
 )
-from elixir_compile.optim.rule import order_of, paths_of
+from elixir_compile.optim.generic.owners import Owners
+from elixir_compile.optim.rule import ParamUpdate, order_of, paths_of
 
 _MOST_ELEMENTS = 1 << 16
 """The most elements of a tensor with memory, on which a class runs that fails on tensors without."""
@@ -54,7 +66,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStep:
-    """The state of an optimizer class for one tensor after two steps, and what the second of them does."""
+    """The state of an optimizer class for one tensor after two steps, and what a step does on average."""
 
     state: Mapping[str, StateTensor] | None
     """The tensors of the state by path: `momentum_buffer`; `GG.0`, the first of a list. Numbers are left out. None if
@@ -70,7 +82,7 @@ class TensorStep:
     num_kernels: int = 0
     """Ops that compute something; one for an op on a list of tensors."""
     work_bytes: int = 0
-    """Work space: the most bytes of new memory at once, beside weight, gradient and state; the most of both steps."""
+    """Work space: the most bytes of new memory at once, beside weight, gradient and state, in any step."""
     more_work_bytes: int = 0
     """Bytes by which the work space grows with each further tensor of the step: 0 if the class updates one after
     another, up to `work_bytes` if it runs ops on lists of tensors."""
@@ -119,18 +131,21 @@ def tensor_step(
         try:
             with compat.fake_tensors():
                 # Alone and beside others of the same shape, which shows how the work space grows.
-                alone, two, three = (_trained(asked, [tuple(like.shape)] * count, like.device) for count in (1, 2, 3))
+                shape, numbers = tuple(like.shape), _later_steps(asked)
+                alone = _trained(asked, [shape], like.device, numbers)
+                most = max(alone.steps, key=lambda step: step.work_bytes).number
+                two, three = (_trained(asked, [shape] * count, like.device, (most,)) for count in (2, 3))
         except Exception as error:  # a user's class may raise anything for tensors without memory
             because = f"{type(error).__name__} on tensors without memory: {error}".partition("\n")[0]
             return _by_small_tensors(asked, tuple(like.shape), because)
-    more_bytes = min(max(0, three.work_bytes - two.work_bytes), alone.work_bytes)
+    more_bytes, average = min(max(0, three.work_bytes - two.work_bytes), alone.work_bytes), _average(alone.steps)
     return TensorStep(
         state=alone.state,
         entries=alone.entries,
         state_bytes=alone.state_bytes,
-        flops=dict(alone.seen.flops),
-        moved_bytes=alone.seen.moved_bytes,
-        num_kernels=alone.seen.num_kernels,
+        flops={name: count for name, count in average.items() if name not in (_MOVED, _KERNELS)},
+        moved_bytes=average[_MOVED],
+        num_kernels=average[_KERNELS],
         work_bytes=alone.work_bytes,
         more_work_bytes=more_bytes,
         left_work_bytes=max(0, two.work_bytes - alone.work_bytes - more_bytes),
@@ -158,55 +173,126 @@ class _Asked:
         return transient_optimizer(self.cls, self.attributes, {**group, "params": list(params)})
 
 
+_NUM_STEPS = 12
+"""Of a class that counts its steps."""
+_MOST_STEPS = 1_000_000
+"""The largest integer that may be the number of steps between those with more work."""
+
+
+def _later_steps(asked: _Asked) -> list[int]:
+    """Return the numbers of the steps behind the second in which a class that counts them may do other things: some in
+    a row, and those around each integer among its hyperparameters and attributes."""
+    values = [*asked.attributes.values(), *leaves_of(list(asked.group.values()))]
+    periods = {value for value in values if type(value) is int and _NUM_STEPS <= value <= _MOST_STEPS}
+    around = {period + more for period in periods for more in (-1, 0, 1)}
+    return sorted({*range(3, _NUM_STEPS + 1), *around} - {1, 2})
+
+
+def _average(steps: "Sequence[_Seen]") -> Counter[str]:
+    """Return what each of `steps`, of one tensor, does on average. What is seen behind `_NUM_STEPS` alone is done once
+    in as many steps as the number of the step says."""
+    usual = [step for step in steps if 2 < step.number <= _NUM_STEPS] or steps[-1:]
+    total: Counter[str] = Counter()
+    for step in usual:
+        total.update(step.counted())
+    found = Counter({name: round(count / len(usual)) for name, count in total.items()})
+    most, periods = max(usual, key=lambda step: step.moved_bytes), list[int]()
+    for step in sorted(steps, key=lambda step: step.number):
+        period = step.number
+        if period > _NUM_STEPS and step.moved_bytes > most.moved_bytes and all(period % own > 1 for own in periods):
+            periods.append(period)
+            more = step.counted()
+            more.subtract(most.counted())
+            found.update({name: max(0, count) // period for name, count in more.items()})
+    return found
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Trained:
-    """What two steps left of the first tensor, and what the second of them did."""
+    """What two steps left of the first tensor, and what they and later ones did."""
 
     state: Mapping[str, StateTensor]
     entries: Mapping[str, Any]
     state_bytes: int
-    work_bytes: int
-    seen: "_Seen"
+    steps: "Sequence[_Seen]"
+
+    @property
+    def work_bytes(self) -> int:
+        return max(step.work_bytes for step in self.steps)
 
 
-def _trained(asked: _Asked, shapes: Sequence[tuple[int, ...]], device: torch.device) -> _Trained:
-    """Run two steps of tensors of `shapes` on `device`. Raises what the class raises."""
+def _trained(
+    asked: _Asked, shapes: Sequence[tuple[int, ...]], device: torch.device, later: Iterable[int] = ()
+) -> _Trained:
+    """Run two steps of tensors of `shapes` on `device`, and of a class that counts them those with the numbers `later`.
+    Raises what the class raises."""
     try:
-        return _two_steps(asked, shapes, device)
+        return _steps(asked, shapes, device, later)
     except Exception:  # a user's class may raise anything, and some create state in the constructor
-        return _two_steps(asked, shapes, device, by_constructor=True)
+        return _steps(asked, shapes, device, later, by_constructor=True)
 
 
-def _two_steps(
-    asked: _Asked, shapes: Sequence[tuple[int, ...]], device: torch.device, *, by_constructor: bool = False
+def _steps(
+    asked: _Asked,
+    shapes: Sequence[tuple[int, ...]],
+    device: torch.device,
+    later: Iterable[int],
+    *,
+    by_constructor: bool = False,
 ) -> _Trained:
     params = [nn.Parameter(torch.ones(shape, dtype=asked.dtype, device=device)) for shape in shapes]
-    optimizer, seen = asked.optimizer(params, by_constructor=by_constructor), _Seen((), list)
-    work_bytes = 0
-    for _ in range(2):
-        for param in params:
-            param.grad = torch.ones(param.shape, dtype=asked.dtype, device=device)
-        given = [*params, *(param.grad for param in params if param.grad is not None)]
-        before_bytes, seen = _state_bytes(optimizer, params), _Seen(given, partial(_state_of, optimizer, params))
-        del given
-        with torch.no_grad(), compat.ops_seen_by(seen.see):
-            plain_step(asked.cls)(optimizer)
-        seen.state.clear()
-        made_bytes = _state_bytes(optimizer, params) - before_bytes
-        work_bytes = max(work_bytes, seen.most_bytes - made_bytes)
+    optimizer = asked.optimizer(params, by_constructor=by_constructor)
+    steps = [_step(asked, optimizer, params, 1)]
+    before = {(id(holder), name): value for holder, name, value in _numbers(optimizer, params)}
+    steps.append(_step(asked, optimizer, params, 2))
+    counters = [each for each in _numbers(optimizer, params) if before.get((id(each[0]), each[1])) == each[2] - 1]
     whole = dict(optimizer.state.get(params[0], {}))
     state = {path: leaf for path, leaf in paths_of(whole) if isinstance(leaf, torch.Tensor)}
     nested = {name: value for name, value in whole.items() if isinstance(value, Mapping | list | tuple)}
-    return _Trained(
+    found = _Trained(
         entries={name: _with_paths(value, str(name)) for name, value in nested.items()},
         state={
             path: StateTensor(shape=tuple(leaf.shape), dtype=leaf.dtype, order=order_of(leaf))
             for path, leaf in state.items()
         },
         state_bytes=_state_bytes(optimizer, params[:1]),
-        work_bytes=work_bytes,
-        seen=seen,
+        steps=steps,
     )
+    counts = bool(counters) or any(not leaf.dim() for leaf in state.values())
+    for number in later if counts else ():
+        if number > 2:
+            for holder, name, value in counters:
+                holder[name] = value + number - 3
+            try:
+                steps.append(_step(asked, optimizer, params, number))
+            except Exception:  # for such a count; a user's class may raise anything
+                break
+    return found
+
+
+def _step(asked: _Asked, optimizer: Optimizer, params: Sequence[nn.Parameter], number: int) -> "_Seen":
+    for param in params:
+        param.grad = torch.ones(param.shape, dtype=asked.dtype, device=param.device)
+    given = [*params, *(param.grad for param in params if param.grad is not None)]
+    before_bytes, seen = _state_bytes(optimizer, params), _Seen(given, partial(_state_of, optimizer, params), number)
+    del given
+    with torch.no_grad(), compat.ops_seen_by(seen.see):
+        plain_step(asked.cls)(optimizer)
+    seen.state.clear()
+    seen.work_bytes = seen.most_bytes - (_state_bytes(optimizer, params) - before_bytes)
+    return seen
+
+
+def _numbers(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[tuple[dict[str, Any], str, Any]]:
+    """Return each number of `optimizer`, of its group and of the states of `params` with the dictionary and the name
+    where it is."""
+    states = [optimizer.state[param] for param in params if param in optimizer.state]
+    return [
+        (holder, name, value)
+        for holder in (vars(optimizer), optimizer.param_groups[0], *states)
+        for name, value in holder.items()
+        if type(value) in (int, float)
+    ]
 
 
 def _state_bytes(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> int:
@@ -262,11 +348,13 @@ def _with_leaves(entry: Any, state: Mapping[str, Any]) -> Any:
 class _Seen:
     """Counts what the ops of a step do; `see` runs each."""
 
-    def __init__(self, given: Iterable[torch.Tensor], state: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """`given` are the weights and gradients, `state` returns the tensors of the state."""
+    def __init__(self, given: Iterable[torch.Tensor], state: Callable[[], Iterable[torch.Tensor]], number: int) -> None:
+        """`given` are the weights and gradients, `state` returns the tensors of the state, `number` is that of the
+        step."""
+        self.number = number
         self.flops: Counter[str] = Counter()
         self.moved_bytes = self.num_kernels = 0
-        self.most_bytes = 0
+        self.work_bytes = self.most_bytes = 0
         """The most bytes of memory that was made in the step, at once."""
         self._more_bytes = 0
         self._state_now = state
@@ -276,11 +364,13 @@ class _Seen:
         self._known = {*map(compat.storage_key, given), *self.state}
 
     def see(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run `op`, and count it. A value read from a tensor without memory is 1."""
+        """Run `op`, and count it. A value read from a tensor without memory is 1, of a number in the state, which may
+        count steps, the number of the step."""
         self.state |= {compat.storage_key(each): each for each in self._state_now()}
         given = [each for each in leaves_of([args, kwargs]) if isinstance(each, torch.Tensor)]
         if str(op) == "aten._local_scalar_dense.default" and compat.is_fake(given[0]):
-            return True if given[0].dtype == torch.bool else 1.0 if given[0].is_floating_point() else 1
+            count = self.number if compat.storage_key(given[0]) in self.state and not given[0].dim() else 1
+            return True if given[0].dtype == torch.bool else float(count) if given[0].is_floating_point() else count
         result = op(*args, **kwargs)
         made, scratch_bytes = [each for each in leaves_of([result]) if isinstance(each, torch.Tensor)], 0
         new = [each for each in made if compat.storage_key(each) not in set(map(compat.storage_key, given))]
@@ -307,6 +397,10 @@ class _Seen:
         self.most_bytes = max(self.most_bytes, self._more_bytes + scratch_bytes)
         return result
 
+    def counted(self) -> Counter[str]:
+        """Return the FLOPs by dtype, the bytes moved and the kernels."""
+        return Counter({**self.flops, _MOVED: self.moved_bytes, _KERNELS: self.num_kernels})
+
     def _follow(self, tensor: torch.Tensor) -> None:
         """Subtract the bytes of the memory of `tensor` once it is freed."""
         storage, key = tensor.untyped_storage(), compat.storage_key(tensor)
@@ -318,6 +412,7 @@ class _Seen:
         self._more_bytes -= nbytes
 
 
+_MOVED, _KERNELS = "bytes moved", "kernels"
 _aten = torch.ops.aten
 _MAKES_NOTHING = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 """Ops that allocate memory and neither read nor write it."""
@@ -388,3 +483,53 @@ def _sizes_at(
             return None
         sizes.append(size)
     return tuple(sizes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whether a step joins two tensors of given shapes.
+
+
+def joined_at_shapes(step: ClassStep, updates: Sequence[ParamUpdate], number: int) -> str:
+    """Take `step` twice for tensors like those of `updates` but without memory, and see whether it joins two of them.
+
+    Called once before step number `number`, the first that updates these tensors: small tensors do not run code behind
+    `numel > N`. Values that the step reads on the host are 1. Returns why the class takes no such step, empty if it
+    does. Raises OptimizerNotTensorWise if the step joins two parameters.
+    """
+    owners = Owners(pretends=True)
+    try:
+        with beside_captures(), compat.fake_tensors(), torch.no_grad():
+            own = replace(step, attributes=copied(step.attributes), group=with_foreach(step.group, updates[0].weight))
+            params = [nn.Parameter(_without_values(one.weight, dtype=updated_dtype(one.weight))) for one in updates]
+            optimizer = own.transient(params, updates[0].weight)
+            for param, one in zip(params, updates, strict=True):
+                if one.state:
+                    optimizer.state[param] = _without_values(dict(one.state), one.weight.device)
+            for _ in range(2):
+                for place, (param, one) in enumerate(zip(params, updates, strict=True)):
+                    param.grad = _without_values(one.grad, dtype=param.dtype)
+                    owners.own([param, param.grad, optimizer.state.get(param)], place)
+                with compat.ops_seen_by(owners.see):
+                    plain_step(step.cls)(optimizer)
+                owners.forget()
+    except Exception as error:
+        if not owners.refused:
+            return text_of(error)
+    if owners.refused:
+        raise OptimizerNotTensorWise(number, owners.refused, step.cls.__name__)
+    return ""
+
+
+def _without_values(value: Any, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Return `value` with a new tensor for each in it, of its shape, under `compat.fake_tensors`.
+
+    A tensor has its own dtype and device if none is given; counters are where they are.
+    """
+    if isinstance(value, torch.Tensor):
+        there = device if value.dim() and device is not None else value.device
+        return torch.empty_strided(value.shape, value.stride(), dtype=dtype or value.dtype, device=there)
+    if isinstance(value, dict):
+        return {name: _without_values(own, device) for name, own in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_values(own, device) for own in value)
+    return value

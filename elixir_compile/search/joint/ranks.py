@@ -37,7 +37,13 @@ from elixir_compile.search.outer import Refusal, Variants, decision, first_of, l
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.reasons import predicted, unpredicted_plan
 from elixir_compile.search.schedule import Use, common_sequence, following, released_by
-from elixir_compile.search.space.buckets import Level, form_buckets, placement_of, with_larger_buckets
+from elixir_compile.search.space.buckets import (
+    Level,
+    form_buckets,
+    placement_of,
+    with_larger_buckets,
+    with_smaller_buckets,
+)
 from elixir_compile.search.space.layers import activations_of, layers_of, modes_at_depth
 from elixir_compile.step.divide import micro_batches_of
 from elixir_compile.step.legality import verify
@@ -212,15 +218,23 @@ def plan_classes(
     `members` are the ranks of each class. `each` calls `search`, perhaps on several machines. The predicted seconds are
     those of all ranks simulated together, and the bound is the highest of any class: no rank is faster than the last.
 
-    If a class has no plan, and the problems allow narrower moments, some have them: see
-    `variants.plans_with_fewest_narrower`.
+    If a class has no plan, the smallest buckets are tried. Then some have narrower moments, if the problems allow them:
+    see `variants.plans_with_fewest_narrower`.
 
     Raises NoFeasiblePlan if a class has no plan, and InvalidPlan if the plans cannot follow one sequence of collectives
     within their budgets.
     """
 
     def planned(problems: Sequence[Problem]) -> Sequence[Plan]:
-        asked = [with_buckets_formed(problem) for problem in problems]
+        try:
+            return in_one_order([with_buckets_formed(problem) for problem in problems])
+        except NoFeasiblePlan as error:
+            smaller = [found for found in map(with_smaller_buckets, problems) if found is not None]
+            if error.memory != "device" or len(smaller) < len(problems):
+                raise
+        return in_one_order([with_buckets_formed(problem) for problem in smaller])
+
+    def in_one_order(asked: Sequence[Problem]) -> Sequence[Plan]:
 
         def again(before: Sequence[Plan], released: frozenset[BucketId], number: int) -> Plan:
             """Return the plan of a class that kept a released bucket. Its bound is that of the first search: it

@@ -158,6 +158,7 @@ def level_text(level: Level) -> str:
 #
 # If one of several ranks owns each parameter, a bucket goes on, up to `max`, until the share of no rank in it is more
 # than 1.5 times its share of all parameters: the collectives of a bucket last as long as the rank with the most bytes.
+# Where no plan fits with such buckets, they are as small as `min` allows: see `with_smaller_buckets`.
 #
 # A parameter larger than `max`, or used again far from its first use (a tied embedding), gets a bucket of its own. All
 # parameters of a bucket have the same dtype, the same dtype for the reduction of their gradients, and the same
@@ -250,6 +251,18 @@ def with_larger_buckets(problem: Problem) -> Problem | None:
         low, high = factor * problem.bucket_min_bytes, factor * problem.bucket_max_bytes
         larger = replace(problem, bucket_min_bytes=low, bucket_max_bytes=high)
     return None if larger is problem else larger
+
+
+def with_smaller_buckets(problem: Problem) -> Problem | None:
+    """Return `problem` with buckets of the smallest size, if one of several ranks owns each of some parameters whole.
+
+    A parameter that is larger is a bucket of its own: then the device holds a single one with its gradient, and its
+    collectives last as long as if one rank had all of its elements. Return None if no bucket would be smaller.
+    """
+    if not _owned_numels(_new_params(problem)):
+        return None
+    smaller = replace(problem, bucket_max_bytes=problem.bucket_min_bytes)
+    return smaller if len(form_buckets(smaller)) > len(form_buckets(problem)) else None
 
 
 def _new_params(problem: Problem) -> list[_Used]:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.run import owners_habits
+from tests.run.owners_checks import WITH_MASTERS
 from tests.run.owners_habits import CHANGES_GRADIENTS, CLASSES, FAULTS, HABITS, UPDATES, matrices
 from tests.run.processes import in_turn, spawn
 
@@ -56,12 +57,14 @@ def test_muon_is_muon(num_ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow  # one to two minutes each
-@pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("num_ranks", [2, 3])
-def test_the_bits_of_the_class_under_budgets(cls: str, num_ranks: int, tmp_path: Path) -> None:
-    """On all ranks a plan fits 60 % of what a step takes that keeps all on the device; but a third of the state is
-    little beside a gathered matrix, its gradient and the work space of its update, which the backward holds at once."""
-    for (found,) in on_ranks(num_ranks, tmp_path, ["under_budgets", cls]):
-        assert all(each[:2] == [True, True] for each in found.values() if each), found
-        fits = UPDATES if num_ranks == 2 else UPDATES[:2]
-        assert all(found[f"60 {update}"] for update in fits), found
+@pytest.mark.parametrize("name", [*CLASSES, f"Muon{WITH_MASTERS}", f"Adafactor{WITH_MASTERS}"])
+def test_the_bits_of_the_class_under_budgets(name: str, num_ranks: int, tmp_path: Path) -> None:
+    """On all ranks a plan fits 60 % of what a step takes that keeps all on the device. Two gathered matrices, their
+    gradients and the work space of an update are more than a quarter of it for some classes."""
+    for (found,) in on_ranks(num_ranks, tmp_path, ["under_budgets", name]):
+        for asked, each in found.items():
+            percent = int(asked.split()[0])
+            assert each.get("is equal", "needs" in each), found
+            assert each.get("takes", percent) <= percent < each.get("needs", 100), found
+        assert all("takes" in found[f"60 {update}"] for update in UPDATES), found

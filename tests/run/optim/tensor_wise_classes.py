@@ -129,7 +129,10 @@ class Shampoo(Plain):
 
 
 class Soap(Plain):
-    """SOAP (https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's matrices, by a QR step."""
+    """SOAP (https://arxiv.org/abs/2409.11321): Adam in the eigenbasis of Shampoo's matrices, by a QR step in every
+    step, or as `every` says."""
+
+    defaults_of_class: ClassVar[dict[str, Any]] = {"every": 1}
 
     def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
         state, grad = self.state[param], param.grad
@@ -149,7 +152,8 @@ class Soap(Plain):
         param.sub_(left @ step @ right.T, alpha=group["lr"])
         for index, outer in enumerate((grad @ grad.T, grad.T @ grad)):
             state["GG"][index].lerp_(outer, 0.05)
-            state["Q"][index] = torch.linalg.qr(state["GG"][index] @ state["Q"][index])[0]
+            if state["step"] % group["every"] == 0:
+                state["Q"][index] = torch.linalg.qr(state["GG"][index] @ state["Q"][index])[0]
 
 
 class ByColumns(Plain):

@@ -21,9 +21,9 @@ from elixir_compile.optim.generic.dry_step import (
     attributes_of,
     cut,
     dry_step,
-    joined_at_shapes,
 )
 from elixir_compile.optim.generic.owners import NotAloneError, Owners
+from elixir_compile.optim.generic.tensor_step import joined_at_shapes
 from elixir_compile.optim.rule import ParamUpdate
 from tests.run import optimizers as users
 from tests.run.optim import tensor_wise_classes as classes
@@ -134,6 +134,33 @@ def test_global_classes_and_what_makes_them_so(cls: type[Optimizer], options: di
     assert schema.kind is UpdateKind.GLOBAL
     with pytest.warns(elixir.ElixirWarning, match=f"is not element-wise: .*{because}"):
         assert not optimizer.places_state  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind"),
+    [
+        *((cls, UpdateKind.TENSOR) for cls in (Adafactor, classes.Soap, classes.ReadsItsNorm, classes.CountsSteps)),
+        *((cls, UpdateKind.GLOBAL) for cls in (classes.RareGlobal, classes.Relay, classes.GlobalNormItem)),
+        *((cls, UpdateKind.GLOBAL) for cls in (classes.RareGlobalItem, classes.RareGlobalFlag)),
+        *((cls, UpdateKind.GLOBAL) for cls in (classes.CountsInDict, classes.KeepsElsewhere)),
+    ],
+)
+def test_kinds_of_classes_with_so_many_ops_that_they_take_few_steps(
+    cls: type[Optimizer], kind: UpdateKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take, num_steps = dry_steps._take_small, [0, 0]
+
+    def counted(*given: Any) -> None:
+        num_steps[-1] += 1
+        take(*given)
+
+    monkeypatch.setattr(dry_steps, "_take_small", counted)
+    assert schema_of(cls(tensors())).kind is kind
+    num_steps.reverse()
+    monkeypatch.setattr(dry_steps, "_MOST_OPS", 1)
+    assert schema_of(cls(tensors())).kind is kind
+    usual, few = num_steps
+    assert few < 0.6 * usual
 
 
 def test_dimensions_of_the_parameters_must_be_seen_to_train() -> None:

@@ -2,6 +2,7 @@
 of classes that are not element-wise."""
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -21,8 +22,8 @@ from elixir_compile.optim.rule import order_of
 from tests.covering import some_slow
 from tests.run import optimizers as users
 from tests.run.models import seeded
-from tests.run.optim.tensor_wise_classes import Prodigy
-from tests.run.training import assert_same, by_elixir, by_torch, on_host, planned_peak_bytes, state_on_host
+from tests.run.optim.tensor_wise_classes import Plain, Prodigy, Soap
+from tests.run.training import Run, assert_same, by_elixir, by_torch, on_host, planned_peak_bytes, state_on_host
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A dry run at a shape against two real steps.
@@ -85,12 +86,14 @@ class Like:
         self.shape = shape
 
 
-def trained(cls: type[Optimizer], shape: tuple[int, ...], count: int, dtype: torch.dtype, **options: Any) -> Any:
-    """Return an optimizer after two real steps, its parameters, and the most bytes that the second held beside its
-    tensors, as the allocator tells."""
+def trained(
+    cls: type[Optimizer], shape: tuple[int, ...], count: int, dtype: torch.dtype, num_steps: int = 2, **options: Any
+) -> Any:
+    """Return an optimizer after `num_steps` real steps, its parameters, and the most bytes that the last step held
+    beside its tensors, as the allocator tells."""
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for _ in range(count)]
     optimizer = cls(params, **options)
-    for _ in range(2):
+    for _ in range(num_steps):
         for param in params:
             param.grad = torch.randn(shape).to(dtype)
         with compat.AllocatorProfile() as blocks:
@@ -163,6 +166,43 @@ def test_the_work_space_is_what_the_allocator_sees(name: str, count: int) -> Non
     kernel_bytes = 132_200 if cls is Muon else 64  # else numbers as tensors
     found = work_bytes_of([own] * count)
     assert 0 <= most_bytes - found <= kernel_bytes, (most_bytes, found)
+
+
+class EveryTenth(Plain):
+    """Makes a square of its tensor in every tenth step, counted in the state, in a tensor there, or in the group."""
+
+    def __init__(self, params: Any, where: str) -> None:
+        super().__init__(params)
+        self.where = where
+
+    def update_one(self, param: torch.Tensor, group: dict[str, Any]) -> None:
+        state = self.state[param]
+        counted = group if self.where == "group" else state
+        if "step" not in counted:
+            counted["step"] = torch.zeros(()) if self.where == "tensor" else 0
+        counted["step"] += 1
+        norm = (param.grad @ param.grad.T).norm() if int(counted["step"]) % 10 == 0 else param.grad.norm()
+        param.sub_(param.grad / norm, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("where", ["state", "tensor", "group"])
+def test_what_a_class_does_in_every_tenth_step_is_counted(where: str) -> None:
+    shape = (256, 64)
+    _, _, most_bytes = trained(EveryTenth, shape, 1, torch.float32, 10, where=where)
+    found = dry(EveryTenth, shape, where=where)
+    assert 0 <= most_bytes - found.work_bytes <= 64
+    assert most_bytes > 4 * 256**2  # the product, which the second step does not make
+    assert found.flops == {"float32": round(2 * 256**2 * 64 / 10)}
+
+
+def test_what_a_class_does_as_often_as_a_hyperparameter_says_is_counted() -> None:
+    shape = (96, 64)
+    often, rarely, never = (dry(Soap, shape, every=every) for every in (1, 100, 10**9))
+    assert never.work_bytes < rarely.work_bytes == often.work_bytes
+    more = often.flops["float32"] - never.flops["float32"]
+    assert rarely.flops["float32"] - never.flops["float32"] == more // 100 > 0
+    _, _, most_bytes = trained(Soap, shape, 1, torch.float32, 100, every=100)
+    assert 0 <= rarely.work_bytes - most_bytes <= 4 * 66 * 96  # scratch of small factorisations takes less
 
 
 def test_the_work_space_of_tensors_of_several_shapes() -> None:
@@ -369,6 +409,23 @@ def test_the_planned_peak_of_a_class_that_is_not_elementwise_is_measured(
     assert max(peaks) == pytest.approx(planned_peak_bytes(run), rel=0.01), peaks
     assert not any("keeps its state" in text for text in caplog.messages)
     assert_same(by_torch(seeded(Wide), optimizer=make).train(map(batch_of, range(3))), run)
+
+
+@pytest.mark.slow
+def test_the_planned_peak_holds_in_the_step_in_which_a_class_does_more() -> None:
+    def hybrid(params: Any) -> Optimizer:
+        return elixir.hybrid(Soap)(params, every=10)
+
+    def peak_of(run: Run) -> int:
+        return elixir.measure_step(lambda: run.train([torch.randn(64, 256)])).device_peak_bytes
+
+    kept_bytes = planned_peak_bytes(by_elixir(seeded(Wide, 256), optimizer=hybrid).train([torch.randn(64, 256)]))
+    gc.collect()
+    options = {"device_memory": int(0.6 * kept_bytes), "update": "after_backward", "replan": False}
+    run = by_elixir(seeded(Wide, 256), optimizer=hybrid, **options)
+    peaks = [peak_of(run) for _ in range(11)]
+    assert max(peaks) == peaks[9] == pytest.approx(planned_peak_bytes(run), rel=0.01), peaks
+    assert max(peaks[:9]) < 0.9 * peaks[9], peaks
 
 
 @pytest.mark.slow
