@@ -4,6 +4,7 @@ import itertools
 import pickle
 import time
 from dataclasses import replace
+from functools import partial
 from random import Random
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elixir_compile.base.errors import InvalidOption, InvalidPlan, NoFeasibleShares, PlanFileError
+from elixir_compile.base.errors import InvalidOption, InvalidPlan, NoFeasiblePlan, NoFeasibleShares, PlanFileError
 from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir import (
     Activations,
@@ -39,6 +40,7 @@ from elixir_compile.ir.share import (
 )
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import deadline_in
+from elixir_compile.search.joint.ranks import plan_classes, with_buckets_formed
 from elixir_compile.search.outline import Treatment, treatments_of, ways_of
 from elixir_compile.search.shares import assign as rules
 from elixir_compile.search.shares import choose as offers
@@ -64,7 +66,7 @@ from elixir_compile.search.shares.choose import (
     quantum_of,
     refined,
 )
-from elixir_compile.search.space.buckets import form_buckets
+from elixir_compile.search.space.buckets import form_buckets, with_smaller_buckets
 from elixir_compile.session.rank_facts import classes_of, facts_of, for_all
 from elixir_compile.step.as_run import as_run, graph_of_rows
 from tests.pure.problems import problem_of
@@ -688,3 +690,22 @@ def test_a_bucket_goes_on_until_its_owners_have_their_parts() -> None:
     larger = replace(problem, bucket_min_bytes=3000, bucket_max_bytes=48000)
     assert [bucket.shard_numels for bucket in form_buckets(problem)] == [(3000, 3000, 0), (3000, 0, 3000)]
     assert [bucket.shard_numels for bucket in form_buckets(larger)] == [(6000, 3000, 3000)]
+
+
+def test_buckets_of_owned_parameters_are_smaller_where_no_plan_fits() -> None:
+    problem = replace(owned_problem((0, 1, 2, 0)), bucket_max_bytes=48000)
+    smaller = with_smaller_buckets(problem)
+    assert smaller is not None
+    assert [len(form_buckets(each)) for each in (problem, smaller)] == [1, 4]
+    assert with_smaller_buckets(smaller) is None
+    assert with_smaller_buckets(problem_of(OWNED, ranks(3))) is None
+    with pytest.raises(NoFeasiblePlan) as raised:
+        plan(replace(problem, budget_bytes=1), "greedy")
+    least = replace(problem, budget_bytes=raised.value.needed_bytes)
+    assert len(plan(least, "greedy").buckets) == 4
+    with pytest.raises(NoFeasiblePlan):
+        plan(with_buckets_formed(least), "greedy")  # four parameters at once
+    asked, numbers = [replace(least, rank=rank) for rank in range(3)], range(3)
+    search = partial(plan, planner="greedy")
+    plans = plan_classes(asked, [(number,) for number in numbers], search, lambda work: [*map(work, numbers)])
+    assert [len(made.buckets) for made in plans] == [4] * 3
