@@ -701,11 +701,12 @@ def test_buckets_of_owned_parameters_are_smaller_where_no_plan_fits() -> None:
     assert with_smaller_buckets(problem_of(OWNED, ranks(3))) is None
     with pytest.raises(NoFeasiblePlan) as raised:
         plan(replace(problem, budget_bytes=1), "greedy")
-    least = replace(problem, budget_bytes=raised.value.needed_bytes)
-    assert len(plan(least, "greedy").buckets) == 4
+    small = replace(problem, budget_bytes=5 * 12000 + 4096)
+    assert raised.value.needed_bytes < small.budget_bytes
+    assert len(plan(small, "greedy").buckets) == 4
     with pytest.raises(NoFeasiblePlan):
-        plan(with_buckets_formed(least), "greedy")  # four parameters at once
-    asked, numbers = [replace(least, rank=rank) for rank in range(3)], range(3)
+        plan(with_buckets_formed(small), "greedy")  # four parameters and their gradients at once
+    asked, numbers = [replace(small, rank=rank) for rank in range(3)], range(3)
     search = partial(plan, planner="greedy")
     plans = plan_classes(asked, [(number,) for number in numbers], search, lambda work: [*map(work, numbers)])
     assert [len(made.buckets) for made in plans] == [4] * 3
