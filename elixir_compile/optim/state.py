@@ -319,7 +319,8 @@ class StatePlacer:
         """Create missing state of the parameters in `buckets`, and move state whose home the plan has changed."""
         # State leaves the device before other state moves to the device.
         for bucket, params in sorted(buckets.items(), key=lambda item: item[0].placement.optim is Tier.DEVICE):
-            if bucket.placement.optim is Tier.DISK:
+            # A frozen parameter may have state of an earlier run, and be in a file of others: no folder is needed then.
+            if bucket.placement.optim is Tier.DISK and (bucket.spec.trainable or bucket.disk is not None):
                 self.disk.place(states, group, bucket, params)
                 continue
             placed = self._placed.setdefault(bucket, set())

@@ -141,6 +141,14 @@ class DiskFile:
         if self._before is not None and _fingerprint(self._fd) != self._before:
             raise FrozenFileChanged(self.path)
 
+    def check_whole(self, operation: str) -> None:
+        """Raise DiskFailed, which names `operation`, if somebody truncated the file: a write behind its end would fill
+        what is gone with zeros, and a read of its mapping would kill the process."""
+        end_bytes = os.fstat(self._fd).st_size
+        if end_bytes < self.nbytes:
+            because = f"the file ends at byte {end_bytes}, expected {self.nbytes}: somebody truncated it"
+            raise DiskFailed(self.path, operation, because, errno.EIO)
+
     def map(self) -> Slab:
         """Return a mapping of the whole file as host memory: reads see earlier writes, and writes reach later reads."""
         return Slab(whole_pages_bytes(self.nbytes), pin=False, file=self._fd)
@@ -157,6 +165,8 @@ class DiskFile:
         `page` is scratch memory of `DISK_PAGE_BYTES`. Raises DiskFailed if the operation fails, and DiskCorrupted if
         the checksum of a read block differs from its checksum when it was written.
         """
+        if operation == WRITE:
+            self.check_whole(operation)
         index = offset_bytes // DISK_BLOCK_BYTES
         tail_bytes = len(block) % DISK_PAGE_BYTES
         tail_start = len(block) - tail_bytes

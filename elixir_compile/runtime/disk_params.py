@@ -16,7 +16,7 @@ from elixir_compile.graph.ops.shards import rehome
 from elixir_compile.ir import Bucket, Placement
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES
 from elixir_compile.runtime.bucket import ALIGN_BYTES, MappedByOthers, RunningBucket, Slab, flat, has_moved
-from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES
+from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES, READ
 from elixir_compile.runtime.disk_store import DiskRegion, Piece, open_file, staging_buffers, store_at
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -262,6 +262,7 @@ class DiskBucket(RunningBucket):
         self.file.check()
         params = [slot.param for slot in self.slots]
         if self.file.region is not None and not all(map(self.file.has, params)):
+            self.file.region.file.check_whole(READ)
             self._fill(self.file.region)
             self.file.note(params)
             self.file.num_changes += 1

@@ -2,6 +2,7 @@
 are read ahead and written behind.
 """
 
+import contextlib
 import os
 import re
 import threading
@@ -157,7 +158,8 @@ class DiskStore:
             if file in self._files:
                 self._files.remove(file)
                 file.close()
-                os.unlink(file.path)
+                with contextlib.suppress(FileNotFoundError):  # somebody else may have removed it
+                    os.unlink(file.path)
 
     def close(self) -> None:
         """Fail transfers in flight, end the threads and remove the files. Does nothing on a second call."""

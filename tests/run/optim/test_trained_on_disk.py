@@ -19,6 +19,7 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import DiskFailed, DiskFull, InvalidOption
 from elixir_compile.ir import Lane, Tier, Update
 from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES, DiskFile
+from elixir_compile.runtime.disk_params import file_ranges
 from elixir_compile.session.plan_files import save_plan
 from tests.pure.problems import disk_staging
 from tests.run import updating
@@ -283,6 +284,96 @@ def test_a_full_disk_is_refused_before_the_first_step(tmp_path: Path, monkeypatc
                 loss_of(run.compiled, batches[0])
         assert_same_tensors(before, weights_of(run))
         assert_equal(eager_run(ladder()).train(batches), run.train(batches))
+
+
+FAULTS = {
+    "truncated weights": ("param", lambda path: os.truncate(path, DISK_PAGE_BYTES), DiskFailed),
+    "truncated state": ("exp_avg", lambda path: os.truncate(path, DISK_PAGE_BYTES), DiskFailed),
+    "overwritten weights": ("param", lambda path: write_over(path), elixir.DiskCorrupted),
+    "overwritten state": ("exp_avg_sq", lambda path: write_over(path), elixir.DiskCorrupted),
+    "unlinked": ("param", os.unlink, None),
+    "replaced": ("param", lambda path: replace_by_another(path), None),
+}
+"""What somebody else does to a file of a bucket, by its column, and the error that follows; None if it is read on."""
+
+
+def write_over(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(DISK_PAGE_BYTES)
+        file.write(b"\xff" * 64)
+
+
+def replace_by_another(path: Path) -> None:
+    path.with_name("other").write_bytes(b"another model")
+    path.with_name("other").replace(path)
+
+
+@pytest.mark.parametrize("is_behind_backward", [False, True])
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "truncated weights")) for name in FAULTS]
+)
+@pytest.mark.filterwarnings("ignore:.* move to the host, and other tensors hold")  # the exceptions hold them
+def test_what_others_do_to_a_file_is_told_or_changes_nothing(
+    fault: str, is_behind_backward: bool, tmp_path: Path
+) -> None:
+    """Between two steps, or between the backward and `step()`; no weights of before the fault and behind it mix."""
+    batches, (column, change, error) = rows(6), FAULTS[fault]
+    with disk_run(tmp_path, disk_check=True) as run:
+        run.train(batches[:2])
+        run.optimizer.wait()
+        saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+        path = sorted(tmp_path.glob(f"*/*.{column}"))[1]
+        assert path.stat().st_size > 2 * DISK_PAGE_BYTES
+        before = path.stat().st_size
+
+        def train() -> None:
+            loss = loss_of(run.compiled, batches[2])
+            loss.backward()
+            if is_behind_backward:
+                change(path)
+            run.optimizer.step()
+            run.optimizer.zero_grad()
+            train_and_wait(run, batches[3:4])
+
+        if not is_behind_backward:
+            change(path)
+        if error is None:
+            train()
+            expected = eager_run(ladder()).train(batches[:4])
+            assert_same_tensors(weights_of(expected), weights_of(run))
+            move_state(run, Tier.HOST, Tier.HOST)
+            run.train(batches[4:])
+            assert_same_tensors(weights_of(expected.train(batches[4:])), weights_of(run))
+            return
+        for _ in range(2):
+            with pytest.raises((error, DiskFailed), match=r"ends at byte|was damaged|partly old"):
+                train()
+            run.optimizer.zero_grad()
+        if path.stat().st_size < before:  # whose mapping may not be written
+            return
+        run.model.load_state_dict(saved[0])
+        run.optimizer.load_state_dict(saved[1])
+        run.losses.clear()
+        expected = eager_run(ladder()).train(batches[:2])
+        expected.losses.clear()
+        assert_equal(expected.train(batches[4:]), run.train(batches[4:]))
+
+
+@pytest.mark.slow
+def test_a_write_of_the_user_to_a_truncated_file_is_told(tmp_path: Path) -> None:
+    """Without a check the process would end: the rest of the bucket is read through the mapping of the file."""
+    batches = rows(3)
+    with disk_run(tmp_path) as run:
+        run.train(batches[:2])
+        run.optimizer.wait()
+        for param in run.model.parameters():
+            (found,) = file_ranges([param.data])
+            if found is not None and found.start_bytes == 0 and found.nbytes > DISK_PAGE_BYTES:
+                os.truncate(found.path, DISK_PAGE_BYTES)
+                with torch.no_grad():
+                    param.view(-1)[:4].zero_()
+        with pytest.raises(DiskFailed, match=r"read failed .* truncated it"):
+            train_and_wait(run, batches[2:])
 
 
 def no_space(*_: int) -> None:

@@ -189,6 +189,9 @@ def test_a_file_that_lost_its_end_is_told(store: DiskStore) -> None:
     os.truncate(region.path, PAGE)
     with pytest.raises(DiskFailed, match=f"ends at byte {PAGE}, expected {3 * PAGE}"):
         contents(region)
+    with pytest.raises(DiskFailed, match=f"write failed .* ends at byte {PAGE}, .* truncated it"):
+        region.write_from(buffer(3 * PAGE)).wait()
+    assert os.path.getsize(region.path) == PAGE
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

@@ -204,6 +204,38 @@ def test_a_write_to_a_parameter_in_a_file_needs_a_folder(model: nn.Module, check
         run.train(batches(1), step)
 
 
+class Wide(Looked):
+    """The same with a table of floats, which may have been trained before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.codes = nn.Parameter(torch.randn(ROWS // 4, WIDTH), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.codes[(x * 100).abs().long()[:, 0]] * self.scale)
+
+
+@pytest.mark.slow
+def test_state_of_an_earlier_run_of_a_frozen_parameter_needs_no_folder(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, path = nn.Sequential(*(Wide() for _ in range(LAYERS))), tmp_path / "model.safetensors"
+    save_file(model.state_dict(), path)
+    old = {
+        "step": torch.tensor(3.0),
+        "exp_avg": torch.ones(ROWS // 4, WIDTH),
+        "exp_avg_sq": torch.ones(ROWS // 4, WIDTH),
+    }
+    expected, run = by_torch(model, backend="aot_eager"), from_file(model, path)
+    for own in (expected, run):
+        state = own.optimizer.state_dict()
+        own.optimizer.load_state_dict({**state, "state": {0: {name: value.clone() for name, value in old.items()}}})
+        own.train(batches(), step)
+    assert all(map(torch.equal, run.losses, expected.losses))
+    assert Tier.DISK in homes(run)
+    kept = run.optimizer.state_dict()["state"][0]
+    assert all(torch.equal(kept[name], value) for name, value in old.items())
+
+
 @pytest.mark.slow
 def test_without_frozen_files_the_host_is_too_small(model: nn.Module, checkpoint: Path) -> None:
     with pytest.raises(elixir.NoFeasiblePlan, match="disk_path"):
