@@ -94,12 +94,13 @@ class NF4(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
-        own, given = args[0], kwargs or {}
+        own, given = args[0], dict(kwargs or {})
         if func is aten.copy_.default and all(isinstance(each, NF4) for each in args[:2]):
             for name in own.__tensor_flatten__()[0]:
                 getattr(own, name).copy_(getattr(args[1], name))
             return own
         if func in (aten.detach.default, aten.clone.default, aten.alias.default, aten._to_copy.default):
+            given.pop("dtype", None)  # as `.cpu()` gives it: codes stay codes
             return NF4(*(func(part, **given) for part in (own.codes, own.scales, own.table)), tuple(own.shape))
         return func(*(each.values() if isinstance(each, NF4) else each for each in args), **given)
 
