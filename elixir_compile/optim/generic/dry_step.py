@@ -534,23 +534,19 @@ class _Trials:
 
     def alone(self, failures: dict[int, str]) -> dict[int, _Trained]:
         """Return what becomes of each tensor that the class trains, alone; say by number of dimensions in `failures`
-        why the class does not train other tensors."""
+        why the class does not train other tensors. The ops of two steps of the first say how many steps runs have."""
         found: dict[int, _Trained] = {}
         for place, shape in enumerate(self.shapes):
             try:
                 if not found:
-                    self._num_steps = self._steps_of(place)
+                    ops: list[Any] = []
+                    with compat.ops_seen_by(lambda op, args, kwargs, ops=ops: (ops.append(op), op(*args, **kwargs))[1]):
+                        self.run([place], num_steps=2)
+                    self._num_steps = min(_NUM_STEPS, max(len(_READ_FACTORS), 2 * _MOST_OPS // max(1, len(ops))))
                 (found[place],) = self.run([place])
             except Exception as error:
                 failures.setdefault(len(shape), f"a step of a tensor of shape {shape} fails with {text_of(error)}")
         return found
-
-    def _steps_of(self, place: int) -> int:
-        """Return in how many steps the tensor at `place` has at most `_MOST_OPS` ops, by two steps."""
-        ops: list[Any] = []
-        with compat.ops_seen_by(lambda op, args, kwargs: (ops.append(op), op(*args, **kwargs))[1]):
-            self.run([place], num_steps=2)
-        return min(_NUM_STEPS, max(len(_READ_FACTORS), 2 * _MOST_OPS // len(ops)))
 
     def why_joined(self, alone: Mapping[int, _Trained]) -> str:
         """Return by which op or number parameters reach each other; `alone` is what becomes of each on its own."""
