@@ -61,6 +61,12 @@ def test_nothing_goes_to_disk_if_the_host_holds_all() -> None:
     assert found == IN_MEMORY
 
 
+@pytest.mark.parametrize("planner", [pytest.param("milp", marks=pytest.mark.slow), "greedy", "elixir"])
+def test_a_plan_is_byte_for_byte_that_without_a_disk_if_the_host_has_room(planner: Planner) -> None:
+    with_disk = replace(PROBLEM, disk=True, params_to_disk=True)
+    assert plan_to_json(plan(with_disk, planner)) == plan_to_json(plan(PROBLEM, planner))
+
+
 @pytest.mark.parametrize("planner", ["greedy", "milp", "zero_offload"])
 def test_the_state_needed_last_goes_to_disk_if_the_host_is_a_byte_short(planner: Planner) -> None:
     all_in_memory = plan(PROBLEM, planner, timeout_s=0.3) if planner != "zero_offload" else None
