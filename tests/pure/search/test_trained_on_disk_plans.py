@@ -127,3 +127,15 @@ def test_without_a_folder_the_error_counts_parameters() -> None:
     with pytest.raises(NoFeasiblePlan, match="disk_path=<folder>") as caught:
         plan(problem, "greedy")
     assert caught.value.needed_bytes - caught.value.disk_bytes <= problem.host_budget_bytes
+
+
+@pytest.mark.usefixtures("small_rings")
+def test_parameters_without_state_stay_and_the_error_names_the_host_memory_that_is_enough() -> None:
+    """As those of SGD without momentum: their gradients and they need the host, and a disk takes neither."""
+    problem = replace(small_problem(state_nbytes={}), disk=True)
+    short = replace(problem, host_budget_bytes=problem.host_budget_bytes // 8)
+    with pytest.raises(NoFeasiblePlan, match=r"Try host_memory=\d+, the smallest budget that is enough") as caught:
+        plan(short, "greedy")
+    assert caught.value.memory == "host"
+    enough = plan(replace(short, host_budget_bytes=caught.value.needed_bytes), "greedy")
+    assert there(enough) == []
