@@ -276,11 +276,12 @@ class WholeHome(DiskHome):
         """Do nothing: parameters that are updated whole are updated in the mapping of their file."""
 
     def require(self, kinds: Mapping[int, Kinds]) -> None:
-        """Allocate disk space as `DiskHome.require`; all statistics of a parameter come at once: see `can_add`."""
+        """Allocate disk space as `DiskHome.require`; all statistics of a parameter come at once: see `can_add`.
+        There is none for a parameter that another rank owns, whatever the shapes of its statistics."""
         missing = {
             param: {kind: kind[1].nbytes(self._extents[param].like.numel()) for kind in own.items()}
             for param, own in kinds.items()
-            if any((param, kind) not in self._places for kind in own.items())
+            if self._extents[param].like.numel() and any((param, kind) not in self._places for kind in own.items())
         }
         block_bytes, end_bytes = disk_file.DISK_BLOCK_BYTES, 0
         pieces: list[list[tuple[int, Kind, int, int]]] = []
