@@ -72,7 +72,7 @@ def assert_answered(folder: Path, questions: Mapping[str, set[str]], said: str) 
 
 
 def test_each_question_of_the_first_call_is_answered(tmp_path: Path) -> None:
-    call = started("lives", tmp_path, NEWER_ARGS="-k test_large_buffers_that_nobody_writes_live_where_the_plan_says")
+    call = started("lives", tmp_path, NEWER_ARGS="-k test_a_large_buffer_that_the_forward_writes_stays")
     said, _ = call.communicate()
     assert_answered(tmp_path, LIVES, said)
     page = page_of(tmp_path / "sent", tmp_path / "page")

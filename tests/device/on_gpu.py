@@ -2,7 +2,7 @@
 
 python -m tests.device.on_gpu [--newer] [options of pytest]
 
-`--newer` runs files whose tests no GPU has run yet.
+`--newer` runs the files of `runs.NEWER` instead.
 Losses and weights are close to torch's there, not bitwise equal: host and GPU round an update otherwise.
 """
 

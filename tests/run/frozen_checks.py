@@ -1,6 +1,6 @@
 """Models with frozen weights in few bits, and what a test asks of ranks that share one; see `processes.spawn`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,6 +9,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import elixir_compile as elixir
+from elixir_compile.ir import Bucket, Lane
+from elixir_compile.ir.schedule import Record, Span
 from elixir_compile.session.model import managed_model
 from tests.run.ranks_training import compiled_with, full, mesh_of
 
@@ -205,6 +207,12 @@ def batches(num: int = 3, width: int = WIDTH) -> list[torch.Tensor]:
     return [torch.randn(ROWS, width, generator=generator) for _ in range(num)]
 
 
+def frozen_spans(record: Record, buckets: Iterable[Bucket]) -> list[Span]:
+    """Return the spans of `record` that name a frozen bucket."""
+    frozen = {bucket.id for bucket in buckets if not bucket.trainable}
+    return [span for span in record.spans if frozen.intersection(span.label.split())]
+
+
 def losses_beside_nf4(rank: int, world_size: int) -> tuple[list[float], list[str]]:
     """Train on the same batches on each rank beside NF4s of the first rank's values; return losses, and the reasons
     why no plan moves them."""
@@ -229,8 +237,7 @@ def losses_and_codes(rank: int, world_size: int) -> tuple[list[float], list[int]
     record = elixir.measure_step(lambda: squares(compiled, optimizer, batches(1, LARGE_WIDTH)[0]))
     plan = elixir.compilations(compiled)[-1].plan
     assert plan is not None
-    frozen = {bucket.id for bucket in plan.buckets if not bucket.trainable}
-    back = [span.label for span in record.spans if str(span.lane) == "d2h" and frozen.intersection(span.label.split())]
+    back = [span.label for span in frozen_spans(record, plan.buckets) if span.lane is Lane.D2H]
     codes = [param for name, param in model.named_parameters() if name.endswith("codes")]
     assert all(
         torch.equal(full(param), own.codes) for param, own in zip(codes, stack(Adapted, LARGE_WIDTH), strict=True)

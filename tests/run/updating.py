@@ -223,6 +223,17 @@ def assert_equal(expected: Run, got: Run) -> None:
     assert_same_tensors(flat_state(expected.optimizer), flat_state(got.optimizer))
 
 
+def assert_resumes(run: Run, saved: tuple[Any, Any], before: list[torch.Tensor], after: list[torch.Tensor]) -> None:
+    """Load the weights and state in `saved`, of a `ladder` that was trained on `before`, and fail unless `run` goes on
+    with `after` as a run by torch that nothing has happened to."""
+    run.model.load_state_dict(saved[0])
+    run.optimizer.load_state_dict(saved[1])
+    run.losses.clear()
+    expected = eager_run(ladder()).train(before)
+    expected.losses.clear()
+    assert_equal(expected.train(after), run.train(after))
+
+
 def buckets_of(run: Run) -> list[RunningBucket]:
     """Return the buckets in force."""
     executor: Any = executor_of(run.model)

@@ -96,7 +96,7 @@ class Site:
 
     @property
     def slot(self) -> Slot:
-        """The slot that graphs read here: that of the whole tensor, or that of one tensor inside of it."""
+        """The slot that graphs read here, of the whole tensor or of one tensor inside of it."""
         return self.entry.slots[self.place]
 
     def found(self) -> torch.Tensor | None:

@@ -174,7 +174,7 @@ class _Asked:
 
 
 _NUM_STEPS = 12
-"""Of a class that counts its steps."""
+"""The steps that a class which counts them takes in a row."""
 _MOST_STEPS = 1_000_000
 """The largest integer that may be the number of steps between those with more work."""
 
@@ -185,12 +185,12 @@ def _later_steps(asked: _Asked) -> list[int]:
     values = [*asked.attributes.values(), *leaves_of(list(asked.group.values()))]
     periods = {value for value in values if type(value) is int and _NUM_STEPS <= value <= _MOST_STEPS}
     around = {period + more for period in periods for more in (-1, 0, 1)}
-    return sorted({*range(3, _NUM_STEPS + 1), *around} - {1, 2})
+    return sorted({*range(3, _NUM_STEPS + 1), *around})
 
 
 def _average(steps: "Sequence[_Seen]") -> Counter[str]:
-    """Return what each of `steps`, of one tensor, does on average. What is seen behind `_NUM_STEPS` alone is done once
-    in as many steps as the number of the step says."""
+    """Return the mean FLOPs, bytes moved and kernels of `steps` of one tensor. Work that only a step behind
+    `_NUM_STEPS` does counts once in as many steps as the number of that step."""
     usual = [step for step in steps if 2 < step.number <= _NUM_STEPS] or steps[-1:]
     total: Counter[str] = Counter()
     for step in usual:
@@ -296,7 +296,7 @@ def _numbers(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> list[tuple
 
 
 def _state_bytes(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> int:
-    """Return the bytes of the memory of the state of `params`, without that of the parameters themselves."""
+    """Return the bytes of memory in which `params` have their state, without the parameters themselves."""
     found = {compat.storage_key(each): each.untyped_storage().nbytes() for each in _state_of(optimizer, params)}
     return sum(nbytes for key, nbytes in found.items() if key not in set(map(compat.storage_key, params)))
 

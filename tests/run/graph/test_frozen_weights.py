@@ -34,6 +34,7 @@ from tests.run.frozen_checks import (
     Normed,
     Trained,
     batches,
+    frozen_spans,
     nf4,
     squares,
     stack,
@@ -101,12 +102,11 @@ def test_codes_on_the_host_are_copied_in_twice_a_step_and_never_back(kind: type[
     )
     (batch,) = batches(1)
     record = elixir.measure_step(lambda: squares(run.compiled, run.optimizer, batch))
-    names = {bucket.id for bucket in frozen}
-    copies = [span for span in record.spans if names.intersection(span.label.split())]
+    copies = frozen_spans(record, plan.buckets)
     assert {(str(span.lane), span.label.split()[0]) for span in copies if span.nbytes} == {("h2d", "gather")}
     nbytes = {bucket.id: bucket.nbytes for bucket in frozen}
-    moved = {name: sum(span.nbytes for span in copies if name in span.label.split()) for name in names}
-    assert all(nbytes[name] <= moved[name] <= 2 * nbytes[name] for name in names)
+    moved = {name: sum(span.nbytes for span in copies if name in span.label.split()) for name in nbytes}
+    assert all(nbytes[name] <= moved[name] <= 2 * nbytes[name] for name in nbytes)
     assert record.device_peak_bytes <= plan.prediction.device_peak_bytes * 1.01
 
 

@@ -46,6 +46,7 @@ from tests.run.training import Run, assert_same_tensors, by_elixir, fused_adamw,
 from tests.run.updating import (
     accumulate,
     assert_equal,
+    assert_resumes,
     buckets_of,
     controlled_worker,
     eager_run,
@@ -304,12 +305,7 @@ def test_a_failed_write_raises_next_and_invalidates_the_state(
         with pytest.raises((DiskFailed, GradientsChanged) if update is Update.IN_BACKWARD else DiskFailed):
             train_and_wait(run, batches[4:5])
         run.optimizer.zero_grad()
-        run.model.load_state_dict(saved[0])
-        run.optimizer.load_state_dict(saved[1])
-        run.losses.clear()
-        expected = eager_run(ladder()).train(batches[:2])
-        expected.losses.clear()
-        assert_equal(expected.train(batches[5:]), run.train(batches[5:]))
+        assert_resumes(run, saved, batches[:2], batches[5:])
 
 
 @pytest.mark.parametrize("bad", [0, 3])

@@ -40,6 +40,7 @@ from tests.run.training import Run, assert_same_tensors, by_elixir, loss_of, pla
 from tests.run.updating import (
     accumulate,
     assert_equal,
+    assert_resumes,
     buckets_of,
     controlled_worker,
     eager_run,
@@ -221,12 +222,7 @@ def test_half_new_weights_are_never_gathered(update: Update, tmp_path: Path, mon
         for _ in range(2):
             with pytest.raises(DiskFailed, match=r"the parameters of b\d are partly old and partly new"):
                 loss_of(run.compiled, batches[4])
-        run.model.load_state_dict(saved[0])
-        run.optimizer.load_state_dict(saved[1])
-        run.losses.clear()
-        expected = eager_run(ladder()).train(batches[:2])
-        expected.losses.clear()
-        assert_equal(expected.train(batches[5:]), run.train(batches[5:]))
+        assert_resumes(run, saved, batches[:2], batches[5:])
 
 
 @pytest.mark.slow
@@ -351,12 +347,7 @@ def test_what_others_do_to_a_file_is_told_or_changes_nothing(
             run.optimizer.zero_grad()
         if path.stat().st_size < before:  # whose mapping may not be written
             return
-        run.model.load_state_dict(saved[0])
-        run.optimizer.load_state_dict(saved[1])
-        run.losses.clear()
-        expected = eager_run(ladder()).train(batches[:2])
-        expected.losses.clear()
-        assert_equal(expected.train(batches[4:]), run.train(batches[4:]))
+        assert_resumes(run, saved, batches[:2], batches[4:])
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import elixir_compile as elixir
 from elixir_compile.ir import Lane, Tier
 from elixir_compile.runtime.disk_params import file_ranges
 from elixir_compile.session.machine import library_bytes
+from tests.run.frozen_checks import frozen_spans
 from tests.run.processes import apart
 from tests.run.training import Run, by_elixir, by_torch, plain_step, same_losses
 
@@ -91,8 +92,7 @@ def reads_of(run: Run) -> tuple[int, int, int]:
     record = elixir.measure_step(lambda: step(run.compiled, run.optimizer, batch))
     plan = elixir.compilations(run.model)[-1].plan
     assert plan is not None
-    frozen = {bucket.id for bucket in plan.buckets if not bucket.trainable}
-    own = [span for span in record.spans if frozen.intersection(span.label.split())]
+    own = frozen_spans(record, plan.buckets)
     disk, h2d, d2h = (sum(s.nbytes for s in own if s.lane is lane) for lane in (Lane.DISK, Lane.H2D, Lane.D2H))
     return disk, h2d, d2h
 
