@@ -567,13 +567,15 @@ class _Trials:
                     return f"a tensor of shape {self.shapes[place]} is updated otherwise beside others than alone"
         places = places[:_NUM_BENT]
         num_steps = min(self._num_steps, _NUM_BENT_STEPS)
-        usual = self.run(places, num_steps=num_steps)
+        read_factors = (_READ_FACTORS,) if self._num_steps < _NUM_STEPS else [(factor,) for factor in _READ_FACTORS]
+        try:
+            usual = self.run(places, num_steps=num_steps)
+        except Exception as error:  # of a class that looks things up by ids, which a tensor that is gone had before
+            return f"a step of {len(places)} tensors fails with {text_of(error)}"
         for bent in (places[::3], places[1:3]):  # neighbours and tensors of one shape are apart
             for factor in _GRADIENT_FACTORS:
                 if self._reaches(places, bent, usual, factors=dict.fromkeys(bent, factor)):
                     return "the gradient of a parameter changes another one"
-            is_short = self._num_steps < _NUM_STEPS
-            read_factors = (_READ_FACTORS,) if is_short else [(factor,) for factor in _READ_FACTORS]
             for factors in read_factors if owners.readers.intersection(bent) else ():
                 if self._reaches(places, bent, usual, owners=Owners(bent, factors)):
                     return "a number that the step reads of a parameter changes another one"
