@@ -50,6 +50,13 @@ class Stack(nn.Module):
         return self.features(x).square().mean()
 
 
+class ShortStack(Stack):
+    """Two blocks and a head, for tests to which more layers say no more: a capture takes two thirds of the time."""
+
+    def __init__(self, width: int = WIDTH, num_blocks: int = 2) -> None:
+        super().__init__(width, num_blocks)
+
+
 class Tied(nn.Module):
     """An embedding that is the output layer too, with a stack between."""
 
@@ -334,10 +341,10 @@ def broken() -> Case:
     return seeded(_Broken), _vectors()
 
 
-def routed(*, breaks: bool = False) -> Case:
-    """Return two layers of four experts of which each token takes two, all computed and masked in one graph; with
+def routed(*, breaks: bool = False, num_layers: int = 2) -> Case:
+    """Return layers of four experts of which each token takes two, all computed and masked in one graph; with
     `breaks` only those taken, picked by index, which no single graph holds."""
-    return seeded(_Routed, breaks=breaks), _vectors()
+    return seeded(_Routed, breaks, num_layers), _vectors()
 
 
 class _Block(nn.Module):
@@ -419,9 +426,9 @@ class _Experts(nn.Module):
 
 
 class _Routed(nn.Module):
-    def __init__(self, breaks: bool) -> None:
+    def __init__(self, breaks: bool, num_layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Experts(breaks) for _ in range(2))
+        self.layers = nn.ModuleList(_Experts(breaks) for _ in range(num_layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:

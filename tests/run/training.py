@@ -4,7 +4,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FunctionType
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -104,6 +104,8 @@ def planned_peak_bytes(run: Run) -> int:
 
 _least_bytes: dict[object, int] = {}
 """What `least_bytes` found for equal models, batches and options: each takes a capture to know."""
+_free_bytes: dict[object, int] = {}
+"""What `free_bytes` found."""
 
 
 def least_bytes(model: nn.Module, batch: Any, *, planned_by: object = None, **options: object) -> int:
@@ -115,6 +117,15 @@ def least_bytes(model: nn.Module, batch: Any, *, planned_by: object = None, **op
     if key not in _least_bytes:
         _least_bytes[key] = _captured_least_bytes(model, batch, options)
     return _least_bytes[key]
+
+
+def free_bytes(model: nn.Module, batch: Any, **options: object) -> int:
+    """Return the device bytes that the first step of `model` needs without a budget, as planned; found once in each
+    process, as `least_bytes`."""
+    key = graph_planner.plan_for, _plan_key(model, batch, options)
+    if key not in _free_bytes:
+        _free_bytes[key] = planned_peak_bytes(by_elixir(model, **options).train([batch]))
+    return _free_bytes[key]
 
 
 def _plan_key(model: nn.Module, batch: Any, options: Mapping[str, object]) -> object:
@@ -186,7 +197,16 @@ def assert_offloads(run: Run) -> None:
     assert executor_of(run.model).ledger.counts["gather"] > 0
 
 
-def assert_same(expected: Run, got: Run) -> None:
+class Trained(Protocol):
+    """What training gave."""
+
+    @property
+    def losses(self) -> list[torch.Tensor]: ...
+    @property
+    def weights(self) -> Mapping[str, torch.Tensor]: ...
+
+
+def assert_same(expected: Trained, got: Trained) -> None:
     """Fail unless losses and weights are bitwise equal; on a GPU, unless they are close."""
     theirs, ours = ([loss.item() for loss in run.losses] for run in (expected, got))
     assert same_losses(theirs, ours), (theirs, ours)

@@ -59,8 +59,8 @@ def test_two_ranks_with_state_hooks_and_replicated_parameters(tmp_path: Path) ->
     assert found["held"] / 2 < found["most"] < found["held"] + 12 * found["module"]
 
 
-def test_two_ranks_run_the_collectives_of_their_plan(tmp_path: Path) -> None:
-    found, _ = all_of(2, tmp_path, ["runs_the_collectives_of_the_plan", 2], ["evaluates_and_generates"])
+def test_two_ranks_run_the_collectives_of_their_plan_and_evaluate_and_generate(tmp_path: Path) -> None:
+    (found,) = all_of(2, tmp_path, ["runs_the_collectives_of_the_plan", 2])
     assert found["verbs"] == ["gather", "reduce"]
     assert "host" in found["optim"]
 

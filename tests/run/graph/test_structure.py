@@ -18,7 +18,7 @@ from elixir_compile.graph.ops.gather import GATHER, REDUCE
 from elixir_compile.ir import Kind
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.session import backend as front_end
-from tests.run.models import WIDTH, Adapted, Block, Stack, Tied, seeded, tokens, vectors
+from tests.run.models import WIDTH, Adapted, Block, ShortStack, Stack, Tied, seeded, tokens, vectors
 from tests.run.training import (
     assert_offloads,
     assert_same,
@@ -87,7 +87,7 @@ def hybrid_trainable_only(params: object) -> torch.optim.Optimizer:
     return elixir.HybridAdamW([p for p in params if p.requires_grad], lr=1e-2)
 
 
-class WithUnused(Stack):
+class WithUnused(ShortStack):
     """A stack with a layer that the forward never calls."""
 
     def __init__(self) -> None:
@@ -115,14 +115,14 @@ def test_an_unused_parameter_keeps_no_gradient_and_its_value() -> None:
     assert seen[0].count(True) == 2
 
 
-class Twice(Stack):
+class Twice(ShortStack):
     """A stack that runs its blocks twice."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         return super().features(super().features(x))
 
 
-class Checkpointed(Stack):
+class Checkpointed(ShortStack):
     """A stack whose blocks are recomputed in the backward, as the user asks."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_models_of_each_structure_train_as_in_torch(make: type[nn.Module]) -> No
     assert_same(expected, got)
 
 
-class Dropping(Stack):
+class Dropping(ShortStack):
     """A stack with dropout before its head."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 import elixir_compile as elixir
 from elixir_compile.ir import Saving
 from tests.run.habits.habit import habit
-from tests.run.models import Stack, Tied, seeded, vectors
+from tests.run.models import ShortStack, Stack, Tied, seeded, vectors
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of, scaled_bytes
 
 AREA = "Mixed precision"
@@ -62,7 +62,7 @@ class Inside(nn.Module):
             return self.stack.head(y).float().square().mean()
 
 
-class Decorated(Stack):
+class Decorated(ShortStack):
     """A model whose forward is decorated with autocast."""
 
     @autocast(torch.bfloat16)
@@ -73,7 +73,7 @@ class Decorated(Stack):
 @habit("A step under `torch.autocast` with a budget close to the smallest possible budget", area=AREA)
 @pytest.mark.parametrize("share", [1.0, 1.2, pytest.param(1.5, marks=pytest.mark.slow)])
 def test_autocast_around_the_step_trains_under_tight_budgets(share: float) -> None:
-    model, batches = seeded(Stack), vectors(rows=64)
+    model, batches = seeded(ShortStack), vectors(rows=64)
     with bf16():
         budget = scaled_bytes(model, least_bytes(model, batches[0]), share)
     run = by_elixir(model, device_memory=budget, **QUICK).train(batches, autocast_step)

@@ -15,7 +15,7 @@ import elixir_compile as elixir
 from tests.run.graph.test_kernel_bytes import FURTHER, KINDS, Layers
 from tests.run.habits.habit import habit
 from tests.run.habits.stories import BUDGETS, assert_trains_as_eager
-from tests.run.models import Stack, seeded, vectors
+from tests.run.models import ShortStack, seeded, vectors
 from tests.run.processes import apart
 from tests.run.random_runs import Draw, outcome_of
 from tests.run.session.test_over_budget import MODELS
@@ -39,7 +39,7 @@ def clipped_step(run: Run, batch: Any) -> torch.Tensor:
 @habit("`loss.backward()`, `clip_grad_norm_`, `optimizer.step()`, `optimizer.zero_grad()`", area="Training loops")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_the_loop_of_the_tutorials_trains_as_eager(budget: str) -> None:
-    assert_trains_as_eager(seeded(Stack), clipped_step, vectors(4), budget=budget)
+    assert_trains_as_eager(seeded(ShortStack), clipped_step, vectors(4), budget=budget)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def refused_step() -> Any:
 
 def refused_plan() -> Any:
     with pytest.raises(elixir.NoFeasiblePlan) as kept:
-        by_elixir_unprepared(seeded(Stack), device_memory=64).compiled(vectors(1)[0])
+        by_elixir_unprepared(seeded(ShortStack), device_memory=64).compiled(vectors(1)[0])
     return kept
 
 
@@ -153,7 +153,7 @@ def transformed() -> Any:
 )
 def test_a_step_is_measured_beside_what_others_keep(make: Callable[[], Any]) -> None:
     kept = make()
-    model, (batch,) = seeded(Stack), vectors(1)
+    model, (batch,) = seeded(ShortStack), vectors(1)
     expected = by_torch(model).train([batch])
     got = by_elixir_unprepared(model)
     record = elixir.measure_step(lambda: got.train([batch]), device="cpu")
@@ -256,7 +256,7 @@ def each(params: Any) -> Any:
     note="they share the budget of the device",
 )
 def test_two_models_that_train_in_turn_share_their_budget() -> None:
-    model, batches = seeded(Stack), vectors(4)
+    model, batches = seeded(ShortStack), vectors(4)
     budget_bytes = int(1.3 * least_bytes(model, batches[0]))
     expected = by_torch(model).train(batches)
     runs = [by_elixir(model, device_memory=budget_bytes, **OPTIONS) for _ in range(2)]
@@ -283,7 +283,7 @@ def distilled(student: Any, teacher: Any, optimizer: torch.optim.Optimizer, batc
     note="they share the budget of the device",
 )
 def test_a_teacher_and_a_student_share_their_budget() -> None:
-    teacher, student, batches = seeded(Stack), seeded(Stack), vectors(4)
+    teacher, student, batches = seeded(ShortStack), seeded(ShortStack), vectors(4)
     budget_bytes = int(1.3 * least_bytes(student, batches[0]))
     with torch.no_grad():
         for param in teacher.parameters():
@@ -303,7 +303,7 @@ def test_a_teacher_and_a_student_share_their_budget() -> None:
     note="plans count the state of all of them from the second step on",
 )
 def test_an_optimizer_for_each_parameter_is_counted() -> None:
-    model, batches, make = seeded(Stack), vectors(4), each
+    model, batches, make = seeded(ShortStack), vectors(4), each
     params_bytes = sum(param.nbytes for param in model.parameters())
     budget_bytes = int(1.05 * (least_bytes(model, batches[0], optimizer=make) + 2 * params_bytes))
     expected = by_torch(model, optimizer=make).train(batches)

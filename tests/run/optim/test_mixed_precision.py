@@ -566,7 +566,7 @@ def test_a_plan_counts_the_state(dtype: str | None, per_element: int) -> None:
 
 
 def test_a_gpt2_trains() -> None:
-    model = seeded(small_gpt2)
+    model = seeded(small_gpt2, num_layers=1)
     batches = hf_batches(1) * 8
     run = mixed_of(model, adam={**ADAM, "lr": 3e-3}).train(batches)
     losses = [loss.item() for loss in run.losses]

@@ -25,10 +25,11 @@ from elixir_compile.step import Depth, Group
 from elixir_compile.step.as_run import repeats
 from elixir_compile.step.timeline import plan_timeline
 from tests.covering import covering
-from tests.fx.handmade import CHOICES, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
+from tests.fx.handmade import CHOICES, Choice, from_host, keep, layers_by_saving, mix, offload, planned, to_depth
 from tests.run.models import (
     CASES,
     Block,
+    ShortStack,
     Stack,
     blocks,
     gpt2_wide,
@@ -65,6 +66,18 @@ def assert_close(expected: Run, got: Run) -> None:
         torch.testing.assert_close(got.weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
+IN_TURN = ("from_host", "fixed", "attention", "pointwise", "offload")
+
+
+def in_turn(group: Group) -> Saving | None:
+    """Each layer is treated by another of the choices."""
+    number = sum(map(int, filter(str.isdecimal, group.layer.split("."))), start=0)
+    return CHOICES[IN_TURN[number % len(IN_TURN)]](group)
+
+
+ALL_CHOICES: Mapping[str, Choice] = {**CHOICES, "in_turn": in_turn}
+NUM_LAYERS = {"mix": 3, "in_turn": len(IN_TURN)}
+"""Of choices that treat each layer in another way; two of the others."""
 LATE = ("offload", "from_host", "mix")
 """Choices that offload: a plan of the others is the same whether the backward waits late for what leaves or not."""
 
@@ -72,15 +85,16 @@ LATE = ("offload", "from_host", "mix")
 @pytest.mark.parametrize(
     ("name", "waits_late"),
     [
+        # One capture of five layers, of which each is one of the others: a capture takes as long as two layers.
+        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name != "in_turn")) for name in ALL_CHOICES),
         # To the depth "matmul" a layer of "mix" is recomputed too.
-        *(pytest.param(name, False, marks=[pytest.mark.slow] * (name == "matmul")) for name in CHOICES),
         *(pytest.param(name, True, marks=[pytest.mark.slow] * (name != "mix")) for name in LATE),
     ],
-    ids=[*(f"{name}-waits_early" for name in CHOICES), *(f"{name}-waits_late" for name in LATE)],
+    ids=[*(f"{name}-waits_early" for name in ALL_CHOICES), *(f"{name}-waits_late" for name in LATE)],
 )
 def test_training_is_bitwise_the_same(name: str, waits_late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    batches, num_layers = hf_batches(), 3 if name == "mix" else 2  # of a mix, each layer has another treatment
-    with planned(monkeypatch, CHOICES[name], waits_late=waits_late) as plans:
+    batches, num_layers = hf_batches(), NUM_LAYERS.get(name, 2)
+    with planned(monkeypatch, ALL_CHOICES[name], waits_late=waits_late) as plans:
         got = by_elixir(small_gpt2(num_layers=num_layers)).train(batches)
     assert_same(gpt2_by_torch(num_layers), got)
     chosen = layers_by_saving(plans[-1])
@@ -99,7 +113,7 @@ def test_training_is_bitwise_the_same(name: str, waits_late: bool, monkeypatch: 
     ],
 )
 def test_compiled_training_is_that_of_inductor(name: str, num_regions: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = seeded(Stack), vectors()
+    model, batches = seeded(Stack, num_blocks=3 if name == "mix" else 2), vectors()  # g++ takes seconds for a layer
     expected = by_torch(model, backend="inductor").train(batches)
     with planned(monkeypatch, CHOICES[name], num_regions=num_regions) as plans:
         got = by_elixir(model, inner="inductor").train(batches)
@@ -107,7 +121,7 @@ def test_compiled_training_is_that_of_inductor(name: str, num_regions: int, monk
     assert {Saving.RECOMPUTE, Saving.OFFLOAD} <= set(layers_by_saving(plans[-1]))
 
 
-class Dropping(Stack):
+class Dropping(ShortStack):
     """Dropout behind every block."""
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +202,7 @@ def backward_twice(compiled: Any, optimizer: torch.optim.Optimizer, batch: torch
 def test_forwards_have_their_own_host_memory(
     name: str, step: Callable[..., torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, batches = seeded(Stack), vectors()
+    model, batches = seeded(ShortStack), vectors()
     expected = by_torch(model).train(batches, step)
     with planned(monkeypatch, CHOICES[name]):
         got = by_elixir(model).train(batches, step)
@@ -199,7 +213,7 @@ def test_forwards_have_their_own_host_memory(
 def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second forward is planned anew, because the first still holds activations. In the next step both are
     planned once more, because the second backward found the gradients of the first."""
-    model, batches = seeded(Stack), vectors()
+    model, batches = seeded(ShortStack), vectors()
     expected = by_torch(model, backend=inner).train(batches, two_forwards)
     turns = [to_depth(Depth.MATMUL), offload]
 
@@ -216,7 +230,7 @@ def test_a_new_plan_leaves_outstanding_forwards_their_plan(inner: str, monkeypat
 
 def test_slabs_are_used_again_and_return(monkeypatch: pytest.MonkeyPatch) -> None:
     before = live_slab_bytes()
-    model, batches = seeded(Stack), vectors(6)
+    model, batches = seeded(ShortStack), vectors(6)
     with planned(monkeypatch, offload) as plans:
         run = by_elixir(model).train(batches[:2])
         held = live_slab_bytes() - before
@@ -231,7 +245,7 @@ def test_slabs_are_used_again_and_return(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_exception_between_forward_and_backward_leaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     before = live_slab_bytes()
-    model, (batch, *_) = seeded(Stack), vectors()
+    model, (batch, *_) = seeded(ShortStack), vectors()
     with planned(monkeypatch, offload):
         run = by_elixir(model).train([batch])
         loss = run.compiled(batch)
@@ -265,7 +279,7 @@ def test_views_of_activations_that_are_not_saved_hold_no_memory(monkeypatch: pyt
 
 
 def test_a_backward_whose_ticket_was_packed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, (batch, *_) = seeded(Stack), vectors()
+    model, (batch, *_) = seeded(ShortStack), vectors()
     with planned(monkeypatch, offload):
         run = by_elixir(model).train([batch])
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
@@ -277,7 +291,7 @@ def test_a_backward_whose_ticket_was_packed_says_so(monkeypatch: pytest.MonkeyPa
 
 
 def test_recomputation_alone_works_under_saved_tensor_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = seeded(Stack), vectors()
+    model, batches = seeded(ShortStack), vectors()
 
     def step(compiled: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> torch.Tensor:
         with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda packed: packed):
@@ -294,7 +308,7 @@ def test_recomputation_alone_works_under_saved_tensor_hooks(monkeypatch: pytest.
 
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_batches_of_changing_size(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = seeded(Stack)
+    model = seeded(ShortStack)
     batches = [batch for rows in (8, 6, 12) for batch in vectors(1, rows=rows)]
     for batch in batches:
         torch._dynamo.mark_dynamic(batch, 0)
@@ -331,7 +345,7 @@ def storages(monkeypatch: pytest.MonkeyPatch) -> dict[str, weakref.ref]:
 def test_activations_not_kept_are_freed_after_the_forward(
     name: str, storages: dict[str, weakref.ref], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, (batch, *_) = seeded(Stack), vectors()
+    model, (batch, *_) = seeded(ShortStack), vectors()
     with planned(monkeypatch, {"keep": keep, **CHOICES}[name]):
         run = by_elixir(model).train([batch])
         storages.clear()
@@ -454,7 +468,7 @@ def test_activations_a_policy_must_save_are_not_recomputed(monkeypatch: pytest.M
 
 
 def test_a_plan_in_one_graph_is_refused_where_shapes_depend_on_data() -> None:
-    model, (batch, *_) = routed(breaks=True)
+    model, (batch, *_) = routed(breaks=True, num_layers=1)
     with pytest.raises(elixir.UnsupportedModel, match="depends on the elements of a tensor"):
         elixir.plan(model, (batch,), options=OPTIONS)
 

@@ -1,10 +1,11 @@
 """A device that is full: new plans with less memory, and what its allocator holds beyond tensors."""
 
+import functools
 import itertools
 import logging
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from elixir_compile.base.errors import EXPANDABLE_SEGMENTS, MEASURED_OF_THEM, No
 from elixir_compile.base.units import GIB, KIB, MIB
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.compat.platforms.platform import Platform
-from elixir_compile.ir import StepGraph
+from elixir_compile.ir import Plan, StepGraph
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import plan
 from elixir_compile.search.joint.joint_budget import Planned
@@ -28,8 +29,17 @@ from elixir_compile.session.allocator_gaps import SEGMENT_BYTES, AllocatorGaps, 
 from elixir_compile.session.over_budget import EarlyShortage, FailedAllocation
 from elixir_compile.session.step_profiler import StepProfiler
 from tests.pure.problems import chain_of, problem_of
-from tests.run.models import Stack, seeded, vectors
-from tests.run.training import Run, assert_same, by_elixir, least_bytes, loss_of, plain_step, planned_peak_bytes
+from tests.run.models import ShortStack, seeded, vectors
+from tests.run.training import (
+    Run,
+    assert_same,
+    by_elixir,
+    free_bytes,
+    least_bytes,
+    loss_of,
+    plain_step,
+    planned_peak_bytes,
+)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # A device that is full in an early step: one new plan with less memory, then an error with the largest tensors.
@@ -54,8 +64,24 @@ def fail(monkeypatch: pytest.MonkeyPatch, verb: str, *numbers: int, text: str = 
 
 def run_with_slack() -> Run:
     """Return a run under a budget 64 KiB above what it needs if nothing is offloaded."""
-    full = planned_peak_bytes(by_elixir(seeded(Stack), **PLAIN).train(vectors(1)))
-    return by_elixir(seeded(Stack), device_memory=full + 16 * KIB, **PLAIN)
+    full = free_bytes(seeded(ShortStack), vectors(1)[0], **PLAIN)
+    return by_elixir(seeded(ShortStack), device_memory=full + 16 * KIB, **PLAIN)
+
+
+@dataclass(frozen=True)
+class Untroubled:
+    """What `run_with_slack` is after some steps of which none finds the device full."""
+
+    losses: list[torch.Tensor]
+    weights: Mapping[str, torch.Tensor]
+    plan: Plan
+
+
+@functools.cache
+def untroubled(num_steps: int) -> Untroubled:
+    """Return it without the model, whose budget would be shared with the models of tests."""
+    run = run_with_slack().train(vectors(num_steps))
+    return Untroubled(run.losses, run.weights, elixir.compilations(run.model)[0].plan)
 
 
 def base_bytes(run: Run) -> int:
@@ -66,14 +92,12 @@ def test_a_forward_that_finds_the_device_full_is_planned_again_and_repeated(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, logger="elixir_compile")
-    expected = run_with_slack()
-    expected.train(vectors(3))
-    run = run_with_slack()
+    expected, run = untroubled(3), run_with_slack()
     fail(monkeypatch, "ticket", 0, 1)
     run.train(vectors(3))
     assert_same(expected, run)
-    assert base_bytes(run) == base_bytes(expected) + 128 * KIB
-    assert planned_peak_bytes(run) <= planned_peak_bytes(expected) + 16 * KIB
+    assert base_bytes(run) == expected.plan.base_bytes + 128 * KIB
+    assert planned_peak_bytes(run) <= expected.plan.prediction.device_peak_bytes + 16 * KIB
     assert any("64.0 KiB requested" in message and "128.0 KiB less" in message for message in caplog.messages)
 
 
@@ -81,35 +105,29 @@ def test_a_first_forward_that_finds_the_device_full_runs_again_under_its_plan(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Kernels are tuned in it, which takes memory that later forwards do not need."""
-    expected = run_with_slack()
-    expected.train(vectors(3))
-    run = run_with_slack()
+    expected, run = untroubled(3), run_with_slack()
     fail(monkeypatch, "ticket", 0)
     platform = Mock(wraps=platform_of(torch.device("cpu")))
     monkeypatch.setattr(out_of_memory, "platform_of", lambda device: platform)
     run.train(vectors(3))
     assert_same(expected, run)
-    assert elixir.compilations(run.model)[0].plan == elixir.compilations(expected.model)[0].plan
+    assert elixir.compilations(run.model)[0].plan == expected.plan
     assert platform.empty_cache.call_count == 1
     assert any("which tunes kernels: it runs again" in message for message in caplog.messages)
 
 
 def test_a_later_forward_that_finds_the_device_full_is_planned_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = run_with_slack()
-    expected.train(vectors(3))
-    run = run_with_slack()
+    expected, run = untroubled(3), run_with_slack()
     fail(monkeypatch, "ticket", 1)
     run.train(vectors(3))
     assert_same(expected, run)
-    assert base_bytes(run) == base_bytes(expected) + 128 * KIB
+    assert base_bytes(run) == expected.plan.base_bytes + 128 * KIB
 
 
 def test_after_a_backward_that_finds_the_device_full_the_next_forward_is_planned_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    expected = run_with_slack()
-    expected.train(vectors(2))
-    run = run_with_slack()
+    expected, run = untroubled(2), run_with_slack()
     fail(monkeypatch, "check", 0)
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate") as raised:
         plain_step(run.compiled, run.optimizer, vectors(1)[0])
@@ -123,7 +141,7 @@ def test_after_a_backward_that_finds_the_device_full_the_next_forward_is_planned
     assert "The next forward is planned with so much less" in note
     run.train(vectors(2))
     assert_same(expected, run)
-    assert base_bytes(run) == base_bytes(expected) + 128 * KIB
+    assert base_bytes(run) == expected.plan.base_bytes + 128 * KIB
 
 
 @pytest.mark.parametrize(("verb", "numbers"), [("ticket", (0, 1, 2)), ("check", (0, 1))])
@@ -146,7 +164,7 @@ def test_a_second_time_the_error_names_the_largest_tensors(
 
 
 def test_a_late_step_raises_the_error_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = by_elixir(seeded(Stack), **PLAIN)
+    run = by_elixir(seeded(ShortStack), **PLAIN)
     run.train(vectors(8))
     before = base_bytes(run)
     fail(monkeypatch, "ticket", 0)
@@ -211,7 +229,7 @@ def test_an_early_forward_keeps_no_input_alive_and_does_not_run_again_without_it
         assert shortage.wants_plan == wants_plan, "the first forward may lack what tuning took"
 
 
-class Normed(Stack):
+class Normed(ShortStack):
     """A stack whose forward writes statistics of its batches."""
 
     def __init__(self) -> None:
@@ -236,7 +254,7 @@ def test_a_forward_that_writes_its_inputs_does_not_run_again(monkeypatch: pytest
 
 
 def test_the_backward_of_the_last_early_forward_is_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = by_elixir(seeded(Stack), **PLAIN)
+    run = by_elixir(seeded(ShortStack), **PLAIN)
     run.train(vectors(6))
     before = base_bytes(run)
     fail(monkeypatch, "check", 0)
@@ -250,15 +268,15 @@ def test_the_backward_of_the_last_early_forward_is_early(monkeypatch: pytest.Mon
 def test_if_no_plan_needs_so_much_less_it_is_planned_with_as_much_as_there_is(
     verb: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run, expected = run_with_slack(), run_with_slack()
-    full_bytes = planned_peak_bytes(expected.train(vectors(2)))
+    expected, run = untroubled(2), run_with_slack()
+    full_bytes = expected.plan.prediction.device_peak_bytes
     fail(monkeypatch, verb, 0, *([1] if verb == "ticket" else []), text=TEXT.replace("64.00 KiB", "64.00 GiB"))
     if verb == "check":
         with pytest.raises(torch.OutOfMemoryError):
             plain_step(run.compiled, run.optimizer, vectors(1)[0])
     run.train(vectors(2))
     assert_same(expected, run)
-    base = base_bytes(run) - base_bytes(expected)
+    base = base_bytes(run) - expected.plan.base_bytes
     assert 0 < base < full_bytes
     assert planned_peak_bytes(run) - base < 0.6 * full_bytes
     assert any("no plan needs so much less; it is planned with" in message for message in caplog.messages)
@@ -266,7 +284,7 @@ def test_if_no_plan_needs_so_much_less_it_is_planned_with_as_much_as_there_is(
 
 @pytest.mark.parametrize("verb", ["ticket", "check"])
 def test_if_no_plan_needs_less_the_error_names_the_largest_tensors(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = seeded(Stack)
+    model = seeded(ShortStack)
     run = by_elixir(model, device_memory=least_bytes(model, vectors(1)[0]), **PLAIN)
     fail(monkeypatch, verb, 0, 1, text=TEXT.replace("64.00 KiB", "64.00 GiB"))
     if verb == "check":
@@ -280,7 +298,7 @@ def test_if_no_plan_needs_less_the_error_names_the_largest_tensors(verb: str, mo
 
 def test_the_first_steps_of_a_later_plan_are_early_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A longer batch is planned again: under the new plan the device may be full, although it was not before."""
-    run = by_elixir(seeded(Stack), dynamic=True, **PLAIN).train(vectors(9))
+    run = by_elixir(seeded(ShortStack), dynamic=True, **PLAIN).train(vectors(9))
     fail(monkeypatch, "check", 0)
     with pytest.raises(torch.OutOfMemoryError) as raised:
         plain_step(run.compiled, run.optimizer, torch.cat(vectors(3)))
@@ -303,7 +321,7 @@ def test_a_shortage_in_a_later_step_names_the_plan_and_its_largest_tensors(
     monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     """`ticket` is called in the forward, `check` in the backward."""
-    run = by_elixir(seeded(Stack), **PLAIN, micro_batches=1).train(vectors(8))
+    run = by_elixir(seeded(ShortStack), **PLAIN, micro_batches=1).train(vectors(8))
     fail(monkeypatch, verb, 0)
     with pytest.raises(torch.OutOfMemoryError, match=r"64\.00 KiB") as raised:
         run.train(vectors(1))

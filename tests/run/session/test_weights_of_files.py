@@ -10,7 +10,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.runtime.disk_params import file_ranges
-from tests.run.models import Stack, Tied, seeded, tokens, vectors
+from tests.run.models import ShortStack, Tied, seeded, tokens, vectors
 from tests.run.processes import apart
 from tests.run.runtime.test_params_on_disk import give_back_what_is_freed, present_anonymous_bytes
 from tests.run.training import assert_same, assert_same_tensors, by_elixir, by_torch, tight_bytes
@@ -26,18 +26,18 @@ def on_meta(make: Any, *args: Any) -> nn.Module:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the weights of `seeded(Stack)` in two files."""
-    values = [*seeded(Stack).state_dict().items()]
+    """A folder with the weights of `seeded(ShortStack)` in two files."""
+    values = [*seeded(ShortStack).state_dict().items()]
     save_file(dict(values[::2]), tmp_path / "model-00001-of-00002.safetensors")
     save_file(dict(values[1::2]), tmp_path / "model-00002-of-00002.safetensors")
     return tmp_path
 
 
 def test_a_model_of_files_maps_them_and_trains_bitwise_as_one_in_memory(folder: Path) -> None:
-    model, batches = elixir.prepare(on_meta(Stack), "cpu", weights=folder), vectors()
+    model, batches = elixir.prepare(on_meta(ShortStack), "cpu", weights=folder), vectors()
     assert None not in file_ranges([param.data for param in model.parameters()])
-    got = by_elixir(model, device_memory=tight_bytes(seeded(Stack), batches[0]))
-    assert_same(by_torch(seeded(Stack)).train(batches), got.train(batches))
+    got = by_elixir(model, device_memory=tight_bytes(seeded(ShortStack), batches[0]))
+    assert_same(by_torch(seeded(ShortStack)).train(batches), got.train(batches))
 
 
 def test_tied_weights_are_one_parameter_under_the_name_that_was_saved(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ class Masked(nn.Module):
 
 
 WRONG = {
-    "no file": (lambda: on_meta(Stack), {}, elixir.InvalidOption, "a folder with such files"),
+    "no file": (lambda: on_meta(ShortStack), {}, elixir.InvalidOption, "a folder with such files"),
     "a model with values": (
-        *(lambda: Stack(), {"head.bias": torch.ones(1)}, elixir.InvalidOption),
+        *(lambda: ShortStack(), {"head.bias": torch.ones(1)}, elixir.InvalidOption),
         "no parameter is on `meta`",
     ),
     "a parameter that is in no file": (
-        *(lambda: on_meta(Stack), {"head.bias": torch.ones(1)}, elixir.UnsupportedModel),
+        *(lambda: on_meta(ShortStack), {"head.bias": torch.ones(1)}, elixir.UnsupportedModel),
         r"\d+ of \d+ parameters on `meta` are not in",
     ),
     "another shape": (
