@@ -195,7 +195,7 @@ def gpt2_batch() -> dict[str, Any]:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], dict[str, Any]]]] = {
     "attending": (Attending, lambda: {"x": torch.randn(2, 8, 16)}),
-    "gpt2": (small_gpt2, gpt2_batch),
+    "gpt2": (lambda: small_gpt2(num_layers=2), gpt2_batch),
     "stack": (lambda: seeded(Stack), lambda: {"x": vectors(1)[0]}),
 }
 

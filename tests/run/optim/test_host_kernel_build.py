@@ -48,12 +48,18 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pat
     _kernel.cache_clear()
 
 
+@pytest.fixture
+def unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build without optimization, in a fifth of the seconds, where no test asks what is built to be fast."""
+    monkeypatch.setattr(build, "_FLAGS", tuple(flag for flag in build._FLAGS if flag != "-O3"))
+
+
 def libraries(cache: Path) -> list[Path]:
     """What is in the folder of compiled libraries."""
     return sorted((cache / "host").iterdir())
 
 
-@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.usefixtures("empty_cache", "unoptimized")
 def test_the_kernel_is_built_once(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> None:
     first = loaded_kernel()
     assert kernel() is kernel()
@@ -64,10 +70,8 @@ def test_the_kernel_is_built_once(monkeypatch: pytest.MonkeyPatch, empty_cache: 
     assert (stat.S_IMODE(file.stat().st_mode), stat.S_IMODE(file.parent.stat().st_mode)) == (0o600, 0o700)
 
 
-@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.usefixtures("empty_cache", "unoptimized")
 def test_each_input_of_the_build_changes_the_file_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Built without optimization: the names follow from the same inputs, in a fifth of the seconds."""
-    monkeypatch.setattr(build, "_FLAGS", tuple(flag for flag in build._FLAGS if flag != "-O3"))
     loaded_kernel()
     with monkeypatch.context() as patch:
         patch.setenv("CC", "cc -g1")
@@ -92,6 +96,7 @@ def test_many_processes_build_at_once(empty_cache: Path) -> None:
         f"spec = importlib.util.spec_from_file_location('build', {build.__file__!r})\n"
         "build = importlib.util.module_from_spec(spec)\n"
         "spec.loader.exec_module(build)\n"
+        "build._FLAGS = tuple(flag for flag in build._FLAGS if flag != '-O3')\n"  # as `unoptimized`
         "sys.stdin.readline()\n"
         "assert 'torch' not in sys.modules and build.loaded_kernel().mixed_adamw\n"
     )
@@ -149,7 +154,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "the cache cannot be written" in warned()
 
 
-@pytest.mark.usefixtures("empty_cache")
+@pytest.mark.usefixtures("empty_cache", "unoptimized")
 def test_a_damaged_file_is_built_again(empty_cache: Path) -> None:
     loaded_kernel()
     (path,) = libraries(empty_cache)
