@@ -359,7 +359,7 @@ def test_more_memory_keeps_more_chunks() -> None:
     assert counts[0] < counts[-1] == 5
 
 
-@pytest.mark.parametrize("cluster", ["cuda", "2 x cuda"])
+@pytest.mark.parametrize("cluster", [pytest.param("cuda", marks=pytest.mark.slow), "2 x cuda"])
 def test_auto_is_never_slower_than_gemini(cluster: str) -> None:
     problem = large(3, cluster)
     whole_bytes = plan(problem, "keep_all").prediction.device_peak_bytes

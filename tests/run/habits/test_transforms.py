@@ -270,7 +270,7 @@ class Deep(nn.Module):
 
 
 @habit("`nested_compile_region` on the forward of ten layers, batches of other lengths", area="Modules")
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", [pytest.param("free", marks=pytest.mark.slow), "offload"])
 def test_many_marked_layers(budget: str) -> None:
     batches = [BATCHES[0], BATCHES[1], torch.cat(BATCHES[2:4]), torch.cat(BATCHES[3:6])]
     assert_trains_as_eager(seeded(Deep), step, batches, budget=budget)
@@ -286,8 +286,10 @@ def test_ops_of_marked_layers_belong_to_their_layers() -> None:
 
 
 CALLS = (
-    models.branch,
-    models.branch_not_taken,
+    # `test_parameters_of_bodies_alone` has the first two, each alone in a model; the third has a branch that some steps
+    # take beside one with parameters both ways.
+    pytest.param(models.branch, marks=pytest.mark.slow),
+    pytest.param(models.branch_not_taken, marks=pytest.mark.slow),
     models.branches_in_turn,
     pytest.param(models.branch_not_taken_in_scan, marks=pytest.mark.slow),
     models.scan_of_weights,
