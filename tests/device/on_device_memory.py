@@ -28,7 +28,7 @@ from elixir_compile.step.seconds import simulate
 from tests.covering import some_slow
 from tests.device import emulated
 from tests.gpu import test_accelerator
-from tests.run.models import Stack, seeded
+from tests.run.models import ShortStack, Stack, seeded
 from tests.run.training import by_elixir, plain_step, planned_peak_bytes, scaled_bytes, tight_bytes
 from tests.run.updating import hybrid_run, ladder, rows
 
@@ -55,7 +55,7 @@ def drop_workspaces() -> None:
 @pytest.mark.usefixtures("no_workspaces")
 def test_a_forward_that_does_not_fit_is_planned_again_for_less() -> None:
     num_rows = 2048 if emulated.NAME == "fakegpu" else 8192  # CUDA's allocator takes 20 MiB at a time
-    model, batches = seeded(Stack, 64).to(DEVICE), [torch.randn(num_rows, 64).to(DEVICE) for _ in range(3)]
+    model, batches = seeded(Stack).to(DEVICE), [torch.randn(num_rows, 64).to(DEVICE) for _ in range(3)]
     free = by_elixir(model, **PLAIN).train(batches)
     losses, library_bytes = [loss.item() for loss in free.losses], machine.library_bytes(DEVICE)
     peak_bytes = planned_peak_bytes(free) - library_bytes
@@ -80,7 +80,7 @@ def test_measuring_keeps_the_peak_that_the_user_reads() -> None:
     del before
     peak_bytes = torch.accelerator.max_memory_allocated(DEVICE)
     assert peak_bytes >= most_bytes
-    model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
+    model, batches = seeded(ShortStack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches)
     assert torch.accelerator.max_memory_allocated(DEVICE) == peak_bytes
     record = elixir.measure_step(lambda: run.compiled(batches[0]).backward(), device=emulated.NAME)
@@ -95,7 +95,7 @@ def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest
 
     monkeypatch.setattr(torch.accelerator, "reset_peak_memory_stats", reset)
     monkeypatch.setattr(getattr(torch, emulated.NAME), "reset_peak_memory_stats", reset)
-    model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
+    model, batches = seeded(ShortStack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     run = by_elixir(model, profile_regions=True, report=True, planner="greedy", plan_cache=False).train(batches[:5])
     assert blocks._running[emulated.NAME] == 1, "the third to the seventh step are measured"
     run.train(batches[5:])
@@ -181,7 +181,7 @@ def test_gaps_between_tensors_are_planned_for(
     kind: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     above_bytes, retries, is_said, is_planned_for = GAPS[kind]
-    model, batches = seeded(Stack).to(DEVICE), [torch.randn(1024, 64).to(DEVICE) for _ in range(11)]
+    model, batches = seeded(ShortStack).to(DEVICE), [torch.randn(1024, 64).to(DEVICE) for _ in range(11)]
     budget_bytes = scaled_bytes(model, tight_bytes(model, batches[0], **PLAIN), 1.5)
     drop_workspaces()  # of the capture that found the budget
     held_bytes, num_asked = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"], []
@@ -217,7 +217,7 @@ def test_gaps_between_tensors_are_planned_for(
 @pytest.mark.slow
 def test_measured_peaks_are_the_bytes_of_tensors_without_roundings(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", logger="elixir_compile")
-    model, batches = seeded(Stack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
+    model, batches = seeded(ShortStack).to(DEVICE), [torch.randn(8, 64).to(DEVICE) for _ in range(9)]
     foreign_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
     run = by_elixir(model, report=True, planner="greedy", plan_cache=False).train(batches)
     (record,) = elixir.compilations(run.model)
@@ -237,7 +237,7 @@ def test_timing_regions_reseeds_no_generator(monkeypatch: pytest.MonkeyPatch) ->
     def seeded_again(seed: int) -> None:
         raise AssertionError("torch.manual_seed changes the generators of all devices")
 
-    model, batch = seeded(Stack).to(DEVICE), torch.randn(8, 64).to(DEVICE)
+    model, batch = seeded(ShortStack).to(DEVICE), torch.randn(8, 64).to(DEVICE)
     run = by_elixir(model, profile_regions=True, planner="greedy", plan_cache=False)
     before = torch.get_rng_state()
     monkeypatch.setattr(torch, "manual_seed", seeded_again)

@@ -24,7 +24,7 @@ from elixir_compile.tools.cli import demo
 from elixir_compile.tools.measure import machine as rates
 from elixir_compile.tools.measure.machine import measure_machine
 from tests.device import emulated
-from tests.run.models import Stack, seeded, vectors
+from tests.run.models import ShortStack, seeded, vectors
 from tests.run.optim.test_mixed_precision import ADAM, BF16, mixed_run, recorded
 from tests.run.optim.test_narrow_state import NARROW, narrow_adamw, rows, steps
 from tests.run.training import (
@@ -48,7 +48,7 @@ PLAIN = {"planner": "greedy", "plan_cache": False, "replan": False}
 
 
 def model() -> nn.Module:
-    return seeded(Stack).to(DEVICE)
+    return seeded(ShortStack).to(DEVICE)
 
 
 def batches(num: int = 3) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def test_a_parameter_at_an_odd_address_is_copied_to_an_aligned_one() -> None:
 
 
 def test_prepare_moves_a_model_to_the_device() -> None:
-    prepared = elixir.prepare(seeded(Stack), device=DEVICE)
+    prepared = elixir.prepare(seeded(ShortStack), device=DEVICE)
     run = torch.compile(prepared, backend="elixir", options={"inner": "aot_eager", **PLAIN})
     loss = run(batches(1)[0])
     loss.backward()
@@ -86,7 +86,7 @@ def test_training_continues_from_a_checkpoint_bitwise(is_tight: bool, tmp_path: 
         first = by_elixir(model(), **options).train(batches(2))
         elixir.save(tmp_path / "run", model=first.model, optimizer=first.optimizer)
         first.train(batches(3)[2:])
-        again = by_elixir(seeded(Stack).to(DEVICE), **options)
+        again = by_elixir(seeded(ShortStack).to(DEVICE), **options)
         elixir.load(tmp_path / "run", model=again.model, optimizer=again.optimizer)
         again.train(batches(3)[2:])
     del first.losses[:2]

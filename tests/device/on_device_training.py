@@ -17,7 +17,7 @@ from elixir_compile.runtime.gradients import GradientAccumulator
 from elixir_compile.runtime.lanes import Accelerator
 from elixir_compile.session import machine, planning
 from tests.device import emulated
-from tests.run.models import Stack, seeded, vectors
+from tests.run.models import ShortStack, seeded, vectors
 from tests.run.training import Run, assert_offloads, assert_same, by_elixir, by_torch, on_host, tight_bytes
 from tests.run.updating import hybrid_run
 
@@ -26,7 +26,7 @@ PLAIN = {"planner": "greedy", "plan_cache": False, "replan": False}
 
 
 def model() -> nn.Module:
-    return seeded(Stack).to(DEVICE)
+    return seeded(ShortStack).to(DEVICE)
 
 
 def batches(num: int = 3) -> list[torch.Tensor]:
