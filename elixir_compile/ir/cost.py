@@ -9,7 +9,7 @@ from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import MIB
 from elixir_compile.ir.bucket import NUM_WHOLE_ROOMS, Activations, Bucket, WholeUpdate, streamed_bytes
 from elixir_compile.ir.graph import Op
-from elixir_compile.ir.hardware import Cluster, DeviceProfile, HostProfile, Link, TensorRing
+from elixir_compile.ir.hardware import Cluster, HostProfile, Link
 from elixir_compile.ir.hardware.presets import ADAM_BYTES_PER_ELEMENT
 from elixir_compile.ir.kinds import BucketId, OpId, Tier
 
@@ -113,26 +113,38 @@ def is_free(op: Op) -> bool:
     return op.flops == 0 and op.moved_bytes == 0
 
 
-def op_s(op: Op, device: DeviceProfile, dtype: str = "float32", tensor: TensorRing | None = None) -> float:
-    """Return the seconds of all runs of `op` in a step on `device` by the roofline model, or 0 if it launches no
-    kernel. A collective in the graph takes the seconds of its messages along the `tensor` axis too."""
+def op_s(op: Op, cluster: Cluster, dtype: str = "float32") -> float:
+    """Return the seconds of all runs of `op` in a step on a device of `cluster` by the roofline model, or 0 if it
+    launches no kernel. A collective in the graph takes the seconds of its messages too."""
     if is_free(op):
         return 0.0
+    device = cluster.device
     flops_per_s = device.flops_per_s.get(dtype, device.flops_per_s["float32"])
     own_s = op.times * op.launches * device.launch_s + max(
         op.flops / flops_per_s, op.moved_bytes / device.memory_bytes_per_s
     )
-    return own_s if op.ring is None else own_s + ring_s(op, tensor)
+    return own_s if op.ring is None else own_s + ring_s(op, cluster)
 
 
-def ring_s(op: Op, tensor: TensorRing | None) -> float:
-    """Return the seconds of the messages of all runs of `op`, a collective over the `tensor` axis; 0 for another op, or
-    if no such axis is known."""
-    if op.ring is None or tensor is None or op.ring.num_ranks == 1:
+def is_along_data(op: Op, cluster: Cluster) -> bool:
+    """Return whether `op` is a collective of the model itself between ranks along the data axes of `cluster`.
+
+    One of as many ranks as the tensor axis has is taken to be along that axis.
+    """
+    num_along_tensor = 1 if cluster.tensor is None else cluster.tensor.num_ranks
+    return op.ring is not None and op.ring.num_ranks not in {1, num_along_tensor}
+
+
+def ring_s(op: Op, cluster: Cluster) -> float:
+    """Return the seconds of the messages of all runs of `op`, a collective in the graph; 0 for another op.
+
+    They take the link of the tensor axis, or of a ring of consecutive ranks along the data axes.
+    """
+    if op.ring is None:
         return 0.0
-    link, num_ranks = tensor.link, op.ring.num_ranks
-    message_s = op.times * link.latency_s + op.ring.nbytes / num_ranks / link.bytes_per_s
-    return op.ring.passes * (num_ranks - 1) * message_s
+    tensor = None if is_along_data(op, cluster) else cluster.tensor
+    link = cluster.link_of(op.ring.num_ranks) if tensor is None else tensor.link
+    return op.ring.passes * _ring_s(op.ring.nbytes, op.ring.num_ranks, link, num_times=op.times)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +196,7 @@ def collective_s(nbytes: int, cluster: Cluster, num_copies: int = 1) -> float:
     """Return the seconds of an all-gather or a reduce-scatter of `nbytes` in all over the ranks of a copy; 0 for a
     single rank."""
     num_shards = cluster.num_ranks // num_copies
-    is_within_a_node = cluster.num_local_ranks % num_shards == 0
-    return _ring_s(nbytes, num_shards, cluster.nodes[0].peer if is_within_a_node else cluster.collective)
+    return _ring_s(nbytes, num_shards, cluster.link_of(num_shards))
 
 
 def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
@@ -198,10 +209,11 @@ def average_s(nbytes: int, cluster: Cluster, num_copies: int) -> float:
     return 2 * _ring_s(nbytes * num_at_once, num_copies, cluster.collective)
 
 
-def _ring_s(nbytes: int, num_ranks: int, link: Link | None) -> float:
+def _ring_s(nbytes: int, num_ranks: int, link: Link | None, num_times: int = 1) -> float:
+    """Return the seconds in which `nbytes`, in `num_times` turns, pass once round a ring."""
     if link is None or num_ranks == 1:
         return 0.0
-    return (num_ranks - 1) * (link.latency_s + nbytes / num_ranks / link.bytes_per_s)
+    return (num_ranks - 1) * (num_times * link.latency_s + nbytes / num_ranks / link.bytes_per_s)
 
 
 ROUGH_DISK_BYTES_PER_S = 1e9

@@ -194,11 +194,12 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorTraffic:
-    """The collectives over the tensor axis that a rank runs in all calls of a step, inside of their regions."""
+class RingTraffic:
+    """The collectives in the graph that a rank runs in all calls of a step, inside of their regions: those along the
+    tensor axis, or the model's own along the data axes."""
 
     num_ranks: int
-    """Ranks along the axis."""
+    """Ranks of a collective; the most of any."""
     num_collectives: int
     """Counted once for each micro-batch."""
     nbytes: int
@@ -207,7 +208,7 @@ class TensorTraffic:
     """The seconds of their messages, which are a part of the seconds of compute."""
 
     def __str__(self) -> str:
-        line = f"tensor {self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
+        line = f"{self.num_ranks}  collectives {self.num_collectives}  bytes {self.nbytes}"
         return f"{line}  seconds {real(self.run_s)}"
 
 
@@ -218,8 +219,8 @@ class Plan:
     It has more than 15 fields, because a plan file must say by itself what was asked, decided and predicted. Asked: the
     graph, the machine, the ranks, `budget_bytes`, `base_bytes`, `calls` and `planner`. Decided: `placements` of
     `buckets`, `activations`, `lean` calls, `loss_chunks`, the time of `update`, and the order, which is `regions` and
-    `schedules` of the actions between them; `decisions` are the reasons. Predicted: `prediction`, `tensor`, `formula`,
-    the bounds `bound_s` and `gib_bound_s`, and what is `binding`.
+    `schedules` of the actions between them; `decisions` are the reasons. Predicted: `prediction`, `tensor`,
+    `own_collectives`, `formula`, the bounds `bound_s` and `gib_bound_s`, and what is `binding`.
 
     `search.reasons` makes it, `session.plan_files` writes it to a file for users, and `session.cache` for later runs.
     """
@@ -258,8 +259,10 @@ class Plan:
     """The schedule of each rank, or a single one for all ranks."""
     decisions: tuple[Decision, ...]
     prediction: Prediction
-    tensor: TensorTraffic | None = field(default=None, metadata=LEFT_OUT)
+    tensor: RingTraffic | None = field(default=None, metadata=LEFT_OUT)
     """What the step sends along the tensor axis; None if the model has no such axis."""
+    own_collectives: RingTraffic | None = field(default=None, metadata=LEFT_OUT)
+    """What collectives in the model itself send between ranks along the data axes; None if it has none."""
     planner: str = "greedy"
     """The planner that made the plan, as the option `planner` names it."""
     bound_s: float | None = None
@@ -392,7 +395,8 @@ class Plan:
         lines += [f"  loss {self.loss_chunks}"] if self.loss_chunks > 1 else []
         lines += [f"  {calls_text(self.calls)}"] if self.calls.num > 1 else []
         lines += [f"  copies {self.num_copies}"] if self.num_copies > 1 else []
-        lines += [] if self.tensor is None else [commented(f"  {self.tensor}", format_s(self.tensor.run_s))]
+        for name, sent in (("tensor", self.tensor), ("own", self.own_collectives)):
+            lines += [] if sent is None else [commented(f"  {name} {sent}", format_s(sent.run_s))]
         lines += [f"  rank {self.rank}"] if self.rank or self.classes else []
         return [*lines, *([f"  update {self.update}"] if self.update is not Update.AFTER_BACKWARD else [])]
 

@@ -33,7 +33,7 @@ from elixir_compile.search.transfers import just_in_time
 from elixir_compile.step.plan_rows import CallBytes, Halves, PlanRows, TwoPrograms, num_full_calls
 from elixir_compile.step.seconds import FurtherCall, further_call
 from elixir_compile.step.structure import check_lean_moves
-from elixir_compile.step.timeline import away_bytes, offloaded_bytes, tensor_traffic
+from elixir_compile.step.timeline import away_bytes, offloaded_bytes, with_ring_traffic
 
 _WORTH = 1e-3
 """Two treatments must make the step shorter by more than this share: they compile twice as many regions."""
@@ -82,8 +82,8 @@ def paired(problem: Problem, full: Plan, lean: Plan, num_full: int) -> Plan:
         parts = {"activations": lean.activations, "regions": lean.regions, "schedules": lean.schedules}
         calls = LeanCalls(num_full=num_full, **parts)
     plan = replace(full, lean=calls, formula="", bound_s=None, binding=(), gib_bound_s=None)
-    traffic = tensor_traffic(problem.graph, plan, problem.cluster)
-    return replace(plan, prediction=predicted(problem, plan)[0], tensor=traffic)
+    found = replace(plan, prediction=predicted(problem, plan)[0])
+    return with_ring_traffic(problem.graph, found, problem.cluster)
 
 
 class _Program:

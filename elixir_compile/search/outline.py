@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from elixir_compile.ir import Activations, Batched, Kind, Op, Phase, Saving, StepGraph, StorageId
 from elixir_compile.ir.cost import op_s
-from elixir_compile.ir.hardware import Cluster, DeviceProfile
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.space.layers import activations_of, layers_of, modes_at_depth
 from elixir_compile.step.as_run import as_run, counted_by_rows, laps_at, moved_shares, require_rows
 from elixir_compile.step.divide import arrived_name, laps, leaving_name
@@ -74,13 +74,13 @@ def mixed(share: Fraction, kept: _Figure, treated: _Figure) -> _Figure:
     return (1 - float(share)) * kept + float(share) * treated
 
 
-def seconds_of_ops(step: StepGraph, device: DeviceProfile) -> Iterator[tuple[Op, float]]:
-    """Yield each op of the forward and the backward of `step` with its seconds on `device`, whose rate is that of the
-    dtype that the op writes."""
+def seconds_of_ops(step: StepGraph, cluster: Cluster) -> Iterator[tuple[Op, float]]:
+    """Yield each op of the forward and the backward of `step` with its seconds on a device of `cluster`, whose rate is
+    that of the dtype that the op writes."""
     dtypes = {storage.id: storage.dtype for storage in step.storages}
     for op in step.ops:
         if op.phase is not Phase.UPDATE:
-            yield op, op_s(op, device, dtypes[op.writes[0]] if op.writes else "float32")
+            yield op, op_s(op, cluster, dtypes[op.writes[0]] if op.writes else "float32")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

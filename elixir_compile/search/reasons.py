@@ -55,7 +55,7 @@ from elixir_compile.search.space.profiles import num_ahead
 from elixir_compile.search.transfers import update_decisions
 from elixir_compile.step.plan_rows import calls_by_program
 from elixir_compile.step.seconds import further_call, hidden_update_share, prediction_of, simulate
-from elixir_compile.step.timeline import peak_formula, plan_timeline, tensor_traffic
+from elixir_compile.step.timeline import peak_formula, plan_timeline, with_ring_traffic
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Decisions of a plan whose user fixed fractions: the fractions that place each bucket, and how exactly they fit.
@@ -412,7 +412,7 @@ def unpredicted_plan(
         symbols=problem.graph.symbols,
         kernels=kernels_digest(problem.graph),
     )
-    return replace(made, tensor=tensor_traffic(problem.graph, made, problem.cluster))
+    return with_ring_traffic(problem.graph, made, problem.cluster)
 
 
 _MAX_GAP, _MAX_EXPOSED = 0.01, 0.01

@@ -395,8 +395,10 @@ def plan_for_all(executor: Executor, problem: Problem, search: Callable[[Problem
     if executor.peers is None:
         return search(problem)
     # Collectives in the graph must be as many on all ranks, so their plans must recompute and divide the same ops.
-    may_differ = options.plan is None and executor.tensor_axis is None
-    return agreed_plan(executor.peers.control, problem, search, settings=settings_of(options), may_differ=may_differ)
+    has_collectives = any(op.ring is not None for op in problem.graph.ops)
+    may_differ = options.plan is None and executor.tensor_axis is None and not has_collectives
+    settings = {**settings_of(options), "collectives in the graph": "some" if has_collectives else "none"}
+    return agreed_plan(executor.peers.control, problem, search, settings=settings, may_differ=may_differ)
 
 
 def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: bool) -> None:

@@ -26,6 +26,7 @@ from elixir_compile.graph.ops.optimizers import (
 from elixir_compile.graph.ops.registry import Slot
 from elixir_compile.graph.ops.shards import rows_of
 from elixir_compile.ir import ONCE, Bucket, Calls, Param, Placement, Saving, StepGraph, StorageId, Update
+from elixir_compile.ir.cost import is_along_data
 from elixir_compile.ir.hardware import Cluster, along_data, with_devices
 from elixir_compile.ir.share import Share
 from elixir_compile.runtime.disk_params import file_ranges
@@ -327,6 +328,9 @@ def problem_of(
     peers, axis = executor.peers, executor.tensor_axis
     cluster = cluster_of(machine(executor.device, options.hardware), peers, options)
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
+    joined = next((op for op in graph.ops if is_along_data(op, cluster)), None)
+    if ranks is not None and joined is not None:
+        ranks.note_own_collective(f"the collective {joined.id}, which sends {joined.ring}")
     own = param_names_of(captured, executor)
     slots = [executor.slots[name] for name in own]
     trained = [slot.param for slot in slots if is_training and slot.param.requires_grad]

@@ -253,8 +253,8 @@ def weigh(model: nn.Module, num_samples: int) -> None:
     axis have the same batch, and give the same number. On one rank, this changes nothing.
 
     Raises NotPrepared for a model that is not prepared, ValueError if the samples of all ranks are 0, or in the middle
-    of a step of several calls, RanksDiffer if the numbers differ along a tensor axis, and PeerFailed if a rank does not
-    call this.
+    of a step of several calls, RanksDiffer if the numbers differ along a tensor axis or between ranks that a collective
+    of the model itself joins, and PeerFailed if a rank does not call this.
 
     Example:
         elixir.weigh(model, num_samples=len(batch))

@@ -14,7 +14,7 @@ from elixir_compile.base.options import Options
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.compat.platforms import PeakRecord, platform_of
 from elixir_compile.ir import Lane, Phase, Plan, StepGraph, Verb, verb_of
-from elixir_compile.ir.hardware import DeviceProfile
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.plan import plan_line
 from elixir_compile.ir.schedule import Span
 from elixir_compile.runtime.distributed.ranks import Ranks
@@ -44,15 +44,13 @@ class RankBalance:
         """Whether this rank has seconds that it has not exchanged."""
         return self._own is not None
 
-    def note(
-        self, spans: Sequence[Span], num_steps: int, graph: StepGraph, device: DeviceProfile, ranks: Ranks
-    ) -> None:
-        """Keep the seconds of compute in `spans`, recorded in `num_steps` steps of `graph` on `device`."""
+    def note(self, spans: Sequence[Span], num_steps: int, graph: StepGraph, cluster: Cluster, ranks: Ranks) -> None:
+        """Keep the seconds of compute in `spans`, recorded in `num_steps` steps of `graph` on `cluster`."""
         busy_s = sum(span.end_s - span.start_s for span in spans if span.lane is Lane.COMPUTE)
         if busy_s > 0:
             # A rank without rows runs two that count 0.
             rows = ranks.shares[ranks.control.rank].num_rows if ranks.shares else graph.batch
-            self._own = (rows, busy_s / num_steps, fixed_share(graph, device))
+            self._own = (rows, busy_s / num_steps, fixed_share(graph, cluster))
 
     def suggested_line(self, ranks: Ranks) -> str | None:
         """Return a line that suggests other rows, if one of `ranks` is slower; all of them, with their seconds known,
@@ -148,7 +146,7 @@ class StepProfiler:
         ranks = self._executor.ranks
         # Shares are for one axis, and ranks along a tensor axis have the same rows.
         if ranks is not None and ranks.tensor_axis is None and not self._shares_step:
-            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster.device, ranks)
+            self.balance.note(stats.spans, STEPS_TIMED, problem.graph, problem.cluster, ranks)
         return stats
 
     def share_step(self) -> None:

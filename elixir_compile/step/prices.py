@@ -253,7 +253,7 @@ class OpSeconds:
     """Seconds of the ops of a graph with any activations; what does not depend on them is computed once."""
 
     def __init__(self, graph: StepGraph, cluster: Cluster, measured: Measured = _NOT_MEASURED) -> None:
-        self._graph, self._device, self._tensor = graph, cluster.device, cluster.tensor
+        self._graph, self._cluster = graph, cluster
         step = as_run(graph, measured.activations, laps_at(graph, measured.activations, measured.micro_batches))
         self._dtypes = dtypes = _dtypes(step)
         """By storage of the measured step: micro-batches fuse other ops, so another step may lack some of them."""
@@ -283,7 +283,7 @@ class OpSeconds:
         return found if bool(found) is not is_free(op) else self._priced_s(op, dtypes)
 
     def _priced_s(self, op: Op, dtypes: Mapping[StorageId, str]) -> float:
-        return op_s(op, self._device, dtypes[op.writes[0]] if op.writes else "float32", self._tensor)
+        return op_s(op, self._cluster, dtypes[op.writes[0]] if op.writes else "float32")
 
 
 def _dtypes(step: StepGraph) -> Mapping[StorageId, str]:

@@ -9,11 +9,11 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Activations, OpId, Phase, StorageId, Tier, sizes
 from elixir_compile.ir.bucket import takes_device
-from elixir_compile.ir.cost import ring_s, rings_bytes, stream_bytes
-from elixir_compile.ir.graph import StepGraph, Storage
+from elixir_compile.ir.cost import is_along_data, ring_s, rings_bytes, stream_bytes
+from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage
 from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.kinds import Kind, Saving
-from elixir_compile.ir.plan import Plan, TensorTraffic
+from elixir_compile.ir.plan import Plan, RingTraffic
 from elixir_compile.step.as_run import as_run
 from elixir_compile.step.bucket_bytes import bucket_host_bytes
 from elixir_compile.step.divide import WHOLE, crossings, laps_of
@@ -329,20 +329,31 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
     return found
 
 
-def tensor_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> TensorTraffic | None:
-    """Return the traffic of all calls of a step of `plan` for `graph` along the tensor axis of `cluster`; None if there
-    is no such axis."""
-    if cluster.tensor is None:
-        return None
+def with_ring_traffic(graph: StepGraph, plan: Plan, cluster: Cluster) -> Plan:
+    """Return `plan` for `graph` with the traffic of the collectives in the graph, in all calls of a step: along the
+    tensor axis of `cluster`, and of the model's own along the data axes, over the most ranks of any."""
+    programs = calls_by_program(plan) if any(op.ring is not None for op in graph.ops) else ()
     runs = [
         (num, op, op.ring)
-        for num, own in calls_by_program(plan)
+        for num, own in programs
         for op in as_run(graph, own.activations, laps_of(own)).ops
         if op.ring is not None
     ]
-    return TensorTraffic(
-        num_ranks=cluster.tensor.num_ranks,
-        num_collectives=sum(num * op.times for num, op, _ in runs),
-        nbytes=sum(num * ring.nbytes for num, _, ring in runs),
-        run_s=sum(num * ring_s(op, cluster.tensor) for num, op, _ in runs),
+
+    def traffic(own: Sequence[tuple[int, Op, Ring]], num_ranks: int) -> RingTraffic:
+        return RingTraffic(
+            num_ranks=num_ranks,
+            num_collectives=sum(num * op.times for num, op, _ in own),
+            nbytes=sum(num * ring.nbytes for num, _, ring in own),
+            run_s=sum(num * ring_s(op, cluster) for num, op, _ in own),
+        )
+
+    found: dict[bool, list[tuple[int, Op, Ring]]] = {True: [], False: []}
+    for run in runs:
+        found[is_along_data(run[1], cluster)].append(run)
+    num_ranks = max((ring.num_ranks for _, _, ring in found[True]), default=1)
+    return replace(
+        plan,
+        tensor=None if cluster.tensor is None else traffic(found[False], cluster.tensor.num_ranks),
+        own_collectives=traffic(found[True], num_ranks) if found[True] else None,
     )

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from safetensors import torch as safetensors
 from torch import distributed, nn
 from torch.distributed import checkpoint as dcp
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import functional
@@ -165,6 +167,54 @@ def is_exact_in_whole_numbers(rank: int, world_size: int, rows: Sequence[int]) -
     assert torch.equal(grad, double.weight.grad)
     assert torch.equal(grad, grad.round())
     assert grad.min() > 0
+
+
+class Joined(nn.Module):
+    """Two layers; every rank compares its rows with those of all ranks, which a collective of the model joins."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down, self.group = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = self.down(functional.gelu(self.up(x)))
+        others = rows if self.group is None else all_gather_tensor_autograd(rows, 0, self.group)
+        return (rows @ others.T).square().mean()
+
+
+def trains_with_a_collective_of_its_own(rank: int, world_size: int) -> tuple[dict[str, Any], list[str]]:
+    """Train a model with a collective between the ranks along the data axis, under budgets that differ; return what the
+    plan says, and the errors of ranks that weigh their rows unequally behind the capture and before it."""
+    mesh = mesh_of([world_size])
+    model = elixir.prepare(Joined(mesh.get_group()).double(), mesh=mesh)
+    compiled = compiled_with(model, device_memory=60_000 if rank else 80_000)
+    double = Joined(None).double()
+    data = torch.randn(world_size * BATCH, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        compiled(data.chunk(world_size)[rank]).backward()
+        double(data).backward()
+        for name, param in double.named_parameters():
+            assert (full(dict(model.named_parameters())[name].grad) - param.grad).abs().max().item() < 1e-12, name
+        for each in (model, double):
+            each.zero_grad()
+    plan = elixir.compilations(model)[-1].plan
+    elixir.weigh(model, 3)
+    said: list[str] = []
+    with pytest.raises(elixir.RanksDiffer) as after:
+        elixir.weigh(model, 3 + rank)
+    said.append(str(after.value))
+    early = elixir.prepare(Joined(mesh.get_group()).double(), mesh=mesh)
+    elixir.weigh(early, 3 + rank)
+    with pytest.raises((elixir.RanksDiffer, elixir.PeerFailed)) as before:
+        compiled_with(early)(data.chunk(world_size)[rank])
+    return {
+        "budget": plan.budget_bytes,
+        "own": asdict(plan.own_collectives),
+        "tensor": plan.tensor,
+        "text": elixir.explain(plan),
+        "peak": plan.prediction.device_peak_bytes,
+    }, [*said, str(before.value)]
 
 
 def refuses_other_shares(rank: int, world_size: int) -> list[str]:

@@ -279,6 +279,11 @@ class Cluster:
         """The slowest link of a ring over all ranks: the network, else the peer link; None for a single rank."""
         return self.network if self.is_over_nodes else self.nodes[0].peer
 
+    def link_of(self, num_ranks: int) -> Link | None:
+        """The slowest link of a ring of `num_ranks` consecutive ranks: the peer link if they are devices of one node,
+        else that of a ring over all ranks; None for a single device."""
+        return self.nodes[0].peer if self.num_local_ranks % num_ranks == 0 else self.collective
+
 
 MACHINE_FORMAT = 1
 

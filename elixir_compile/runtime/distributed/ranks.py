@@ -26,7 +26,7 @@ from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
 from elixir_compile.ir.schedule import BucketRef, label
 from elixir_compile.ir.share import Share, have_equal_shards
 from elixir_compile.runtime.distributed.control import ControlChannel, OwnThread, Peers
-from elixir_compile.runtime.distributed.errors import PeerFailed
+from elixir_compile.runtime.distributed.errors import PeerFailed, RanksDiffer
 from elixir_compile.runtime.lanes import CopyLane, Event
 from elixir_compile.runtime.recording import Ledger
 
@@ -388,7 +388,10 @@ class Ranks:
         """The thread for reduces of gloo; not that of the control channel, beside whose exchanges they may run."""
         self.weight = 1.0
         """The weight of this rank's gradients in the mean."""
-        self._is_weighed = False
+        self._samples: tuple[int, ...] = ()
+        """The number by which each rank weights its gradients, in the order of the mesh; empty if none does."""
+        self._own_collective = ""
+        """A collective of the model itself between these ranks, in words; empty if its graphs have none."""
         self.shares: tuple[Share, ...] = ()
         """The share of each rank, if the model has shares, in the order of the mesh."""
         self.suggested_rows: tuple[int, ...] = ()
@@ -450,17 +453,42 @@ class Ranks:
     def weigh_by(self, samples: Sequence[int]) -> None:
         """Weight the gradients of each rank by its number in `samples`, in the order of the mesh, from now on.
 
-        Nothing is exchanged: all ranks must give the same numbers. Raises ValueError if no rank has samples.
+        Nothing is exchanged: all ranks must give the same numbers. Raises ValueError if no rank has samples, and
+        RanksDiffer if their numbers differ and the model itself has collectives between them.
         """
         if min(samples) < 0 or sum(samples) == 0:
             raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
+        self._require_alike(samples, self._own_collective)
+        self._samples = tuple(samples)
         weights = {
             rank: num * len(samples) / sum(samples) for rank, num in zip(self.control.ranks, samples, strict=True)
         }
-        self.weight, self._is_weighed = weights[self.control.ranks[self.control.rank]], set(weights.values()) != {1.0}
+        self.weight = weights[self.control.ranks[self.control.rank]]
         if self._messenger is not None:
             members = distributed.get_process_group_ranks(self._shard_group)
             self._messenger.weights = tuple(weights[rank] for rank in members)
+
+    def note_own_collective(self, collective: str) -> None:
+        """Record that a graph of the model has the `collective`, in words, between these ranks. Raises RanksDiffer if
+        they weight their gradients by different numbers, now or later."""
+        self._require_alike(self._samples, collective)
+        self._own_collective = collective
+
+    def _require_alike(self, samples: Sequence[int], collective: str) -> None:
+        if not collective or len(set(samples)) < 2:
+            return
+        of_rank = dict(zip(self.control.ranks, samples, strict=True))
+        odd = [rank for rank, num in of_rank.items() if num != samples[0]]
+        fix = (
+            f"The model itself has {collective}: the loss of a rank reaches parameters through other ranks, so its "
+            "gradients are added up with the weights of those. Give every rank as many rows, without `weigh` or with "
+            "the same number."
+        )
+        raise RanksDiffer(odd, [f"rank {rank} weighs its batch by {num} samples" for rank, num in of_rank.items()], fix)
+
+    @property
+    def _is_weighed(self) -> bool:
+        return len(set(self._samples)) > 1
 
     def applies_weight(self, dtype: torch.dtype) -> bool:
         """Whether `reduce_scatter` itself applies the rank's weight to gradients of `dtype`."""

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from elixir_compile.base.errors import InvalidPlan
 from elixir_compile.base.units import format_s
 from elixir_compile.ir import StepGraph
-from elixir_compile.ir.hardware import DeviceProfile
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.ir.schedule import LEAST_ROWS
 from elixir_compile.ir.share import largest_remainder
 from elixir_compile.search.outline import seconds_of_ops
@@ -310,14 +310,14 @@ _UNEVEN = 1.1
 """Rows are suggested if the slowest rank computes for more than this times the mean."""
 
 
-def fixed_share(graph: StepGraph, device: DeviceProfile) -> float:
-    """Return the share of the seconds of compute of `graph` that more rows do not lengthen, by prices on `device`; 0 if
-    the graph does not say what belongs to its rows."""
+def fixed_share(graph: StepGraph, cluster: Cluster) -> float:
+    """Return the share of the seconds of compute of `graph` that more rows do not lengthen, by prices on a device of
+    `cluster`; 0 if the graph does not say what belongs to its rows."""
     try:
         double = graph_of_rows(graph, 2 * graph.batch)
     except InvalidPlan:
         return 0.0
-    own_s, double_s = (sum(seconds for _, seconds in seconds_of_ops(step, device)) for step in (graph, double))
+    own_s, double_s = (sum(seconds for _, seconds in seconds_of_ops(step, cluster)) for step in (graph, double))
     return min(max(2 - double_s / own_s, 0.0), 1.0) if own_s else 0.0
 
 

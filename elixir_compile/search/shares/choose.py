@@ -231,7 +231,7 @@ class ShareSearch:
         """Return the share of the seconds of each rank that does not depend on its rows."""
         fleet, graph = self.ask.fleet, self.ask.graph
         return tuple(
-            fixed_share(graph_of_rows(graph, max(rows, LEAST_ROWS)), fleet.seen_by(rank).device)
+            fixed_share(graph_of_rows(graph, max(rows, LEAST_ROWS)), fleet.seen_by(rank))
             for rank, rows in enumerate(choice.rows)
         )
 

@@ -452,7 +452,7 @@ class _Chosen:
         modes = recomputed_modes(layers, way.share)
         step = as_run(graph, activations_of(layers, modes))
         phase_s = {Phase.FORWARD: 0.0, Phase.BACKWARD: 0.0}
-        for op, op_s in seconds_of_ops(step, cluster.device):
+        for op, op_s in seconds_of_ops(step, cluster):
             phase_s[op.phase] += op_s
         seconds = StageSeconds(
             forward_s=phase_s[Phase.FORWARD],

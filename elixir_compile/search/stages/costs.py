@@ -186,7 +186,7 @@ class StageCosts:
         if key not in self._seconds:
             step = self._steps[treatment]
             layer_s = {phase: [0.0] * len(step.layers) for phase in (Phase.FORWARD, Phase.BACKWARD)}
-            for op, op_s in seconds_of_ops(step.graph, self.clusters[rank_class].device):
+            for op, op_s in seconds_of_ops(step.graph, self.clusters[rank_class]):
                 if op.id in step.numbers:
                     layer_s[op.phase][step.numbers[op.id]] += op_s
             # The seconds of all layers before each layer.

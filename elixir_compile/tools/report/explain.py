@@ -16,8 +16,8 @@ from elixir_compile.ir.plan import (
     Plan,
     Prediction,
     RankClass,
+    RingTraffic,
     SavingAnswer,
-    TensorTraffic,
     layer_of_group,
     lean_text,
     saving_answers,
@@ -186,8 +186,10 @@ class PlanAnswer:
     """Number of buckets with streamed updates."""
     num_buckets: Mapping[str, int]
     """Number of buckets by their homes, in words."""
-    tensor: TensorTraffic | None
+    tensor: RingTraffic | None
     """What the step sends along the tensor axis; None if there is none."""
+    own_collectives: RingTraffic | None
+    """What collectives in the model itself send along the data axes; None if it has none."""
     activations: tuple[SavingAnswer, ...]
     """Bytes and layers of activations by treatment; empty if all are kept."""
     num_regions: int
@@ -253,6 +255,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},
         num_buckets=dict(Counter(home_text(bucket, placement) for bucket, placement in homes)),
         tensor=plan.tensor,
+        own_collectives=plan.own_collectives,
         activations=saving_answers(plan),
         num_regions=len(plan.regions),
         counts=dict(Counter(action.verb for action in actions_of(plan))),
@@ -408,15 +411,7 @@ def _plan_text(found: PlanAnswer) -> str:
     subjects += [_count_text(found.num_layers, "layer")] if found.num_layers else []
     moved = f"{' and '.join(subjects)} have decisions of their own; ask for any by its name"
     kept = " and ".join(f"{format_bytes(n)} on the {home}" for home, n in found.staying_gradient_bytes.items())
-    tensor, streamed = found.tensor, found.num_streamed
-    sent = (
-        ""
-        if tensor is None
-        else (
-            f"{tensor.num_ranks} ranks: {_count_text(tensor.num_collectives, 'collective')} of "
-            f"{format_bytes(tensor.nbytes)} in all, {format_s(tensor.run_s)} of compute"
-        )
-    )
+    streamed = found.num_streamed
     through = f", {_count_text(streamed, 'bucket')} streamed through the device" if streamed else ""
     return entry_text(
         f"plan {found.name} on {found.cluster}, chosen by {found.planner}",
@@ -430,7 +425,8 @@ def _plan_text(found: PlanAnswer) -> str:
             ("accumulates", [f"gradients of earlier backward passes stay: {kept}"] if kept else []),
             ("step", [f"{format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers"]),
             ("ranks", [_class_text(line, found.rank) for line in found.classes]),
-            ("tensor axis", [sent] if sent else []),
+            ("tensor axis", _traffic_texts(found.tensor)),
+            ("own collectives", _traffic_texts(found.own_collectives)),
             ("update", [f"{found.update}{through}"] if Verb.UPDATE in found.counts else []),
             ("bound", [bound + gap]),
             ("binding", found.binding),
@@ -461,6 +457,13 @@ def _class_text(line: RankClass, rank: int) -> str:
     parts.append(f"peak {format_bytes(line.device_peak_bytes)} of {format_bytes(line.budget_bytes)}")
     parts += [f"host {format_bytes(line.host_peak_bytes)}", f"busy {line.busy_share:.0%}"]
     return f"{who} on {line.device}: {', '.join(parts)}"
+
+
+def _traffic_texts(sent: RingTraffic | None) -> list[str]:
+    if sent is None:
+        return []
+    count = _count_text(sent.num_collectives, "collective")
+    return [f"{sent.num_ranks} ranks: {count} of {format_bytes(sent.nbytes)} in all, {format_s(sent.run_s)} of compute"]
 
 
 def _disk_texts(found: PlanAnswer) -> list[str]:

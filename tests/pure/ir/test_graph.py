@@ -257,21 +257,37 @@ def test_op_s_is_the_roofline() -> None:
     device = replace(
         CUDA.device, flops_per_s={"float32": 100.0, "bfloat16": 400.0}, memory_bytes_per_s=10.0, launch_s=1.0
     )
-    assert op_s(op(1000, 50), device) == 1 + 10
-    assert op_s(op(1000, 500), device) == 1 + 50
-    assert op_s(op(1000, 0), device, "bfloat16") == 1 + 2.5
-    assert op_s(op(1000, 0), device, "int8") == 1 + 10
-    assert op_s(op(0, 0), device) == 0
+    cluster = replace(CUDA, nodes=(replace(CUDA.nodes[0], device=device),))
+    assert op_s(op(1000, 50), cluster) == 1 + 10
+    assert op_s(op(1000, 500), cluster) == 1 + 50
+    assert op_s(op(1000, 0), cluster, "bfloat16") == 1 + 2.5
+    assert op_s(op(1000, 0), cluster, "int8") == 1 + 10
+    assert op_s(op(0, 0), cluster) == 0
 
 
 def test_a_collective_in_the_graph_takes_its_messages_round_the_tensor_axis() -> None:
     link = replace(CUDA.h2d, latency_s=1.0, bytes_per_s=10.0)
-    tensor = TensorRing(num_ranks=4, link=link)
+    cluster = replace(CUDA, tensor=TensorRing(num_ranks=4, link=link))
     summed = replace(op(0, 800), ring=Ring(num_ranks=4, nbytes=400, passes=2))
-    assert ring_s(summed, tensor) == 2 * 3 * (1 + 100 / 10)
-    assert ring_s(replace(summed, times=5), tensor) == 2 * 3 * (5 + 100 / 10)  # the bytes are those of all times
-    assert op_s(summed, CUDA.device, tensor=tensor) == op_s(op(0, 800), CUDA.device) + ring_s(summed, tensor)
-    assert ring_s(summed, None) == ring_s(op(0, 800), tensor) == 0
+    assert ring_s(summed, cluster) == 2 * 3 * (1 + 100 / 10)
+    assert ring_s(replace(summed, times=5), cluster) == 2 * 3 * (5 + 100 / 10)  # the bytes are those of all times
+    assert op_s(summed, cluster) == op_s(op(0, 800), cluster) + ring_s(summed, cluster)
+    assert ring_s(op(0, 800), cluster) == 0
+
+
+def test_a_collective_of_the_model_itself_takes_its_messages_round_ranks_along_the_data_axes() -> None:
+    """Those of two ranks stay in a node; those of more pass the network, as do those of a world of both axes."""
+    peer, network = (replace(CUDA.h2d, latency_s=1.0, bytes_per_s=rate) for rate in (10.0, 2.0))
+    cluster = Cluster(nodes=(replace(CUDA.nodes[0], num_devices=2, peer=peer),) * 2, network=network)
+    of_two, of_all = (replace(op(0, 800), ring=Ring(num_ranks=num, nbytes=400, passes=1)) for num in (2, 4))
+    assert ring_s(of_two, cluster) == 1 * (1 + 200 / 10)
+    assert ring_s(of_all, cluster) == 3 * (1 + 100 / 2)
+    assert op_s(of_all, cluster) == op_s(op(0, 800), cluster) + ring_s(of_all, cluster)
+    within = along_data(cluster, 2)  # each slice has one device of each node
+    assert ring_s(of_two, within) == ring_s(of_two, cluster)  # along the tensor axis, in a node
+    assert ring_s(of_all, within) == 3 * (1 + 100 / 1)  # both slices share the network
+    alone = replace(op(0, 800), ring=Ring(num_ranks=1, nbytes=400, passes=1))
+    assert ring_s(alone, cluster) == ring_s(of_two, CUDA) == 0  # a machine of one device has no link between ranks
 
 
 def test_transfers_are_latency_plus_bytes_over_rate() -> None:
@@ -431,7 +447,7 @@ def test_update_s_is_elements_over_rate() -> None:
 
 @given(SIZES, SIZES, SIZES, SIZES)
 def test_more_work_is_never_faster(flops: int, moved: int, more_flops: int, more_moved: int) -> None:
-    assert op_s(op(flops, moved), CUDA.device) <= op_s(op(flops + more_flops, moved + more_moved), CUDA.device)
+    assert op_s(op(flops, moved), CUDA) <= op_s(op(flops + more_flops, moved + more_moved), CUDA)
     assert copy_s(moved, CUDA.h2d) <= copy_s(moved + more_moved, CUDA.h2d)
     assert copy_s(moved, CUDA.h2d, 1) <= copy_s(moved, CUDA.h2d, 2)
     assert collective_s(moved, FOUR) <= collective_s(moved + more_moved, FOUR)

@@ -28,7 +28,7 @@ from elixir_compile.ir import (
     WholeUpdate,
 )
 from elixir_compile.ir.cost import op_s, update_s
-from elixir_compile.ir.hardware import parse_fleet
+from elixir_compile.ir.hardware import Cluster, parse_fleet
 from elixir_compile.ir.share import (
     Outcome,
     Share,
@@ -287,7 +287,7 @@ def test_the_arrays_of_a_way_price_as_the_step_of_so_many_rows(graph: StepGraph,
     step = as_run(graph_of_rows(graph, rows))
     dtypes = {storage.id: storage.dtype for storage in step.storages}
     expected_s = sum(
-        op_s(op, cluster.device, dtypes[op.writes[0]] if op.writes else "float32")
+        op_s(op, cluster, dtypes[op.writes[0]] if op.writes else "float32")
         for op in step.ops
         if op.phase is not Phase.UPDATE
     )
@@ -383,14 +383,18 @@ def test_seconds_that_no_row_takes_stay_where_they_are() -> None:
     assert line.endswith("shares would be 12/4: 22% shorter")
 
 
+def with_launches_of(launch_s: float, cluster: Cluster) -> Cluster:
+    (node,) = cluster.nodes
+    return replace(cluster, nodes=(replace(node, device=replace(node.device, launch_s=launch_s)),))
+
+
 def test_launches_and_weights_are_the_fixed_share_of_a_step() -> None:
-    device = MIXED.seats[0].cluster.device
-    slow_launch = replace(device, launch_s=1.0)
-    no_launch = replace(device, launch_s=0.0)
+    cluster = MIXED.seats[0].cluster
+    slow_launch, no_launch = (with_launches_of(launch_s, cluster) for launch_s in (1.0, 0.0))
     large = graph_of_rows(TRAINED, 1 << 20)
     assert fixed_share(TRAINED, slow_launch) > 0.99
-    assert 0 <= fixed_share(large, no_launch) < 0.001 < fixed_share(TRAINED, device)
-    assert fixed_share(replace(TRAINED, undivided="it draws random numbers"), device) == 0.0
+    assert 0 <= fixed_share(large, no_launch) < 0.001 < fixed_share(TRAINED, cluster)
+    assert fixed_share(replace(TRAINED, undivided="it draws random numbers"), cluster) == 0.0
 
 
 def test_ranks_within_a_tenth_are_left_alone() -> None:

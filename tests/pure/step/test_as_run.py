@@ -461,9 +461,9 @@ def test_an_op_launches_once_per_micro_batch_and_moves_weights_each_time():
     assert ops["fwd.div"].times == 1
     # The last op of a lap also fills whole tensors, here a and t, and adds up parts.
     assert ops["fwd.add"].moved_bytes == 4864 + 3 * 64 + 2 * 1600 + 2 * 3200
-    device = CLUSTERS["cuda"].device
+    cluster = CLUSTERS["cuda"]
     once = next(op for op in STEP.ops if op.id == "fwd.mm")
-    assert op_s(ops["fwd.mm"], device) > op_s(once, device) + 3 * device.launch_s * 0.99
+    assert op_s(ops["fwd.mm"], cluster) > op_s(once, cluster) + 3 * cluster.device.launch_s * 0.99
 
 
 def test_a_lap_reads_its_parameters_at_both_ends():

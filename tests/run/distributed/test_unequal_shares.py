@@ -73,6 +73,10 @@ def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
     return spawn(in_turn, 3, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
 
 
+def on_two(folder: Path, *checks: list[Any]) -> list[list[Any]]:
+    return spawn(in_turn, 2, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+
+
 def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
     trains = ["trains", [5, 2, 1], "float64", 1e-12]
     exact = ["is_exact_in_whole_numbers", [5, 2, 1]]
@@ -90,6 +94,19 @@ def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
         assert "shares are for one axis" in axes
         rows = [re.match(r"a batch of (\d+) rows on rank 0, whose share is 2 of 6\.", text)[1] for text in warned]
         assert rows == (["3", "5", "9"] if rank == 0 else [])
+
+
+def test_ranks_that_a_collective_of_the_model_joins_weigh_their_rows_alike(tmp_path: Path) -> None:
+    """Their plans are equal although their budgets differ, because they must run as many collectives."""
+    for ((planned, said),) in on_two(tmp_path, ["trains_with_a_collective_of_its_own"]):
+        assert planned["budget"] == 60_000
+        assert planned["tensor"] is None
+        assert (planned["own"]["num_ranks"], planned["own"]["num_collectives"]) == (2, 2)  # one for each direction
+        assert planned["own"]["run_s"] > 0
+        assert "own collectives" in planned["text"], planned
+        for error in said:
+            assert "rank 1 weighs its batch by 4 samples" in error
+            assert "Give every rank as many rows" in error
 
 
 def test_questions_that_no_shares_answer_are_named(tmp_path: Path) -> None:
