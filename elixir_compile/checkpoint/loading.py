@@ -35,7 +35,7 @@ from elixir_compile.checkpoint.run_state import (
     tensor_keys,
 )
 from elixir_compile.checkpoint.saving import RankGroup, checkpoint_lock, rank_group_of
-from elixir_compile.graph.ops.shards import full_tensor
+from elixir_compile.graph.ops.shards import full_tensor, is_dtensor
 from elixir_compile.runtime.executor import synchronize_executors
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -357,6 +357,9 @@ def _fill(found: _Found, parts: _Parts, group: RankGroup) -> Mapping[str, torch.
     except OSError as error:  # the disk failed, or another machine, which locks may not reach, removed the files
         because = f"{error.strerror or error}, after every byte had been read once; the model may hold a part of it"
         raise DiskFailed(str(found.folder), "load", because, error.errno or 0) from error
+    finally:
+        # DTensors of a state dict share memory with the parameters, and versions not (torch 2.11 to 2.13).
+        torch.autograd.graph.increment_version([param for param in model.parameters() if is_dtensor(param)])
     fill_rest(model, targets, tensors)
     if optimizer is not None:
         fill_optimizer(model, optimizer, plain["optimizer"], tensors)

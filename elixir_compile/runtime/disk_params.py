@@ -2,6 +2,7 @@
 own."""
 
 import bisect
+import functools
 import os
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,11 +12,10 @@ from typing import NamedTuple
 import torch
 
 from elixir_compile.base.errors import DiskFailed, FrozenChanged, InvalidOption
-from elixir_compile.graph.ops.registry import Slot, version
+from elixir_compile.graph.ops.registry import version
 from elixir_compile.graph.ops.shards import rehome
-from elixir_compile.ir import Bucket, Placement
 from elixir_compile.ir.cost import GATHER_STAGING_BYTES
-from elixir_compile.runtime.bucket import ALIGN_BYTES, MappedByOthers, RunningBucket, Slab, flat, has_moved
+from elixir_compile.runtime.bucket import ALIGN_BYTES, MappedByOthers, RunningBucket, Slab, cut_slab, flat, has_moved
 from elixir_compile.runtime.disk_file import DISK_PAGE_BYTES, READ
 from elixir_compile.runtime.disk_store import DiskRegion, Piece, open_file, staging_buffers, store_at
 
@@ -32,6 +32,11 @@ from elixir_compile.runtime.disk_store import DiskRegion, Piece, open_file, stag
 # The file of trained parameters is one more column of the files that hold their state (`optim.disk`): the same element
 # is at the same place in all of them, so a piece of an update has a stretch of every column. A gather waits for the
 # update, and reads what it has written.
+#
+# Of several ranks, each has files with its own shards, which a gather reads to the device and sends from there:
+#
+#     b3.param     |--- shard of weight ---| . |- of bias -|       each begins where its state does
+#     flat copy    |--- shard of weight ---|- of bias -|           as in memory: see `distributed.sharded`
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,35 +97,37 @@ class Stretch(NamedTuple):
     nbytes: int
     to_bytes: int
 
-    def pieces(self) -> "Iterator[ParamPiece]":
-        """Yield the pieces in which the bytes are read, each in whole pages and small enough for a staging buffer."""
-        end_bytes = self.start_bytes + self.nbytes
-        first = self.start_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
-        for start in range(first, end_bytes, GATHER_STAGING_BYTES):
-            yield ParamPiece(self, start)
+
+def pieces_of(stretches: Sequence[Stretch]) -> "Iterator[ParamPiece]":
+    """Yield the pieces in which `stretches`, which follow each other in a region, are read: each in whole pages and
+    small enough for a staging buffer."""
+    first = stretches[0].start_bytes // DISK_PAGE_BYTES * DISK_PAGE_BYTES
+    for start in range(first, stretches[-1].start_bytes + stretches[-1].nbytes, GATHER_STAGING_BYTES):
+        yield ParamPiece(stretches, start)
 
 
 class ParamPiece(Piece):
-    """Some pages of a `Stretch`."""
+    """Some pages of a region that hold bytes of `stretches`."""
 
-    def __init__(self, of: Stretch, start_bytes: int) -> None:
-        needed_end = min(start_bytes + GATHER_STAGING_BYTES, of.start_bytes + of.nbytes)
-        unit_bytes = of.region.unit_bytes
-        end = min(-(-needed_end // unit_bytes) * unit_bytes, of.region.nbytes)
-        super().__init__([(of.region, 1, 1)], start_bytes, end, GATHER_STAGING_BYTES)
-        begin = max(of.start_bytes, start_bytes)
-        self._own = slice(begin - start_bytes, needed_end - start_bytes)
-        self.target = slice(of.to_bytes + begin - of.start_bytes, of.to_bytes + needed_end - of.start_bytes)
-        """The bytes of the flat copy."""
+    def __init__(self, stretches: Sequence[Stretch], start_bytes: int) -> None:
+        region, last_bytes = stretches[0].region, stretches[-1].start_bytes + stretches[-1].nbytes
+        needed_end = min(start_bytes + GATHER_STAGING_BYTES, last_bytes)
+        end = min(-(-needed_end // region.unit_bytes) * region.unit_bytes, region.nbytes)
+        super().__init__([(region, 1, 1)], start_bytes, end, GATHER_STAGING_BYTES)
+        self._moves = [
+            (slice(to_bytes + begin - first, to_bytes + end - first), slice(begin - start_bytes, end - start_bytes))
+            for _, first, nbytes, to_bytes in stretches
+            if (begin := max(first, start_bytes)) < (end := min(first + nbytes, needed_end))
+        ]
 
     @property
     def nbytes(self) -> int:
         """The bytes that are read, in whole pages."""
         return self.end - self.start
 
-    def own_bytes(self, views: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the bytes of the parameters in `views`, those of `ReadAhead.take`."""
-        return views[0][self._own]
+    def parts(self, views: Sequence[torch.Tensor]) -> "Iterator[tuple[slice, torch.Tensor]]":
+        """Yield where bytes of parameters are in the flat copy, and these bytes in `views`, of `ReadAhead.take`."""
+        return ((target, views[0][own]) for target, own in self._moves)
 
 
 ALIGN_NUMEL = 128
@@ -183,18 +190,20 @@ class ParamFile:
 
 
 class DiskBucket(RunningBucket):
-    """A bucket of parameters whose home is the disk."""
+    """A bucket of parameters whose home is the disk; of several ranks, those of this rank."""
 
-    _stretches: tuple[Stretch, ...] = ()
+    _stretches: tuple[tuple[Stretch, ...], ...] = ()
+    """Where the parameters are, in groups that are read together."""
     _addresses: tuple[int, ...] = ()
     _own_file: Slab | None = None
     """The mapping of the bucket's own file; None if the parameters are in the files that they were loaded from."""
     _loaded: MappedByOthers | None = None
     """The mappings of the files that the parameters were loaded from."""
 
-    def __init__(self, spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool) -> None:
-        super().__init__(spec, placement, slots, pin=pin)
-        self.file = ParamFile(str(spec.id))
+    @functools.cached_property
+    def file(self) -> ParamFile:
+        """What is known of the values in files."""
+        return ParamFile(str(self.spec.id))
 
     def move_home(self, device: torch.device) -> None:
         """Find frozen parameters in the files that they were loaded from, or write all to a file of their own.
@@ -208,7 +217,8 @@ class DiskBucket(RunningBucket):
         if self.file.failure is not None and any(self._are_kept()):
             self.file.check()
         self.gathered = None
-        stretches = None if self.spec.trainable else self._loaded_from()
+        has_bytes = any(slot.own_nbytes for slot in self.slots)  # else all are other ranks'
+        stretches = () if not has_bytes else None if self.spec.trainable else self._loaded_from()
         if stretches is None:
             stretches = self._written()
         else:
@@ -244,10 +254,10 @@ class DiskBucket(RunningBucket):
         wrote to the file that the parameters were loaded from."""
         if self.spec.trainable:
             return
-        for slot in self.slots:
+        for slot in self.slots if self._stretches else ():
             if not self.file.has(slot.param):
-                raise FrozenChanged(slot.name, self._stretches[0].region.path)
-        for file in {stretch.region.file for stretch in self._stretches}:
+                raise FrozenChanged(slot.name, self._stretches[0][0].region.path)
+        for file in {stretch.region.file for own in self._stretches for stretch in own}:
             file.check_unchanged()
 
     def settle(self) -> None:
@@ -269,33 +279,34 @@ class DiskBucket(RunningBucket):
 
     def pieces(self) -> list[ParamPiece]:
         """Return the pieces of a gather, in file order."""
-        return [piece for stretch in self._stretches for piece in stretch.pieces()]
+        return [piece for stretches in self._stretches for piece in pieces_of(stretches)]
 
-    def _loaded_from(self) -> tuple[Stretch, ...] | None:
+    def _loaded_from(self) -> tuple[tuple[Stretch, ...], ...] | None:
         """Return where the parameters are in the files that their memory maps; None unless all of them have the same
         bytes there."""
-        tensors = [slot.own.detach() for slot in self.slots]
-        own_path = None if self._own_file is None else self._stretches[0].region.path
+        kept = [(slot, at) for slot, at in zip(self.slots, self._offsets_bytes, strict=True) if slot.own_nbytes]
+        tensors = [slot.own.detach() for slot, _ in kept]
+        own_path = None if self._own_file is None else self._stretches[0][0].region.path
         ranges = [own for own in file_ranges(tensors) if own is not None and own.path != own_path]
         if len(ranges) < len(tensors):
             return None
         regions = {path: open_file(path) for path in dict.fromkeys(own.path for own in ranges)}
         found = [
             Stretch(regions[own.path], own.start_bytes, own.nbytes, to_bytes)
-            for own, to_bytes in zip(ranges, self._offsets_bytes, strict=True)
+            for own, (_, to_bytes) in zip(ranges, kept, strict=True)
         ]
         (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
         for stretch, tensor in zip(found, tensors, strict=True):
             memory = flat(tensor).view(torch.uint8)
-            for piece in stretch.pieces():
+            for piece in pieces_of([stretch]):
                 ((region, view, start_bytes),) = piece.transfers(buffer)
                 region.read_into(view, start_bytes).wait()
-                own = slice(piece.target.start - stretch.to_bytes, piece.target.stop - stretch.to_bytes)
-                if not torch.equal(piece.own_bytes([view]), memory[own]):
-                    return None
-        return tuple(found)
+                for target, own in piece.parts([view]):
+                    if not torch.equal(own, memory[target.start - stretch.to_bytes : target.stop - stretch.to_bytes]):
+                        return None
+        return tuple((stretch,) for stretch in found)
 
-    def _written(self) -> tuple[Stretch, ...]:
+    def _written(self) -> tuple[tuple[Stretch, ...], ...]:
         """Write the parameters to a file of the bucket, which their memory maps from now on."""
         if self.disk is None:
             because = "and not all of them are in files that they were loaded from, with the same values"
@@ -303,28 +314,37 @@ class DiskBucket(RunningBucket):
             raise InvalidOption("disk_path", None, wanted)
         path, check = self.disk
         store = store_at(path, check=check)
-        region = store.allocate(f"{self.spec.id}.param", self._total_bytes)
+        starts_bytes, nbytes = self._places()
+        region = store.allocate(f"{self.spec.id}.param", nbytes)
         weakref.finalize(region, store.free, region.file).atexit = False
         self._fill(region)
         self._own_file, self.file.region = region.file.map(), region
-        for slot, home in zip(self.slots, self._cut_slab(self._own_file), strict=True):
+        for slot, home in zip(self.slots, cut_slab(self._own_file, self.slots, starts_bytes), strict=True):
             rehome(slot.param, home)
-        return (Stretch(region, 0, self._total_bytes, 0),)
+        if not self.spec.is_sharded:
+            return ((Stretch(region, 0, nbytes, 0),),)
+        placed = zip(self.slots, starts_bytes, self._offsets_bytes, strict=True)
+        return (tuple(Stretch(region, start, slot.own_nbytes, at) for slot, start, at in placed if slot.own_nbytes),)
 
     def _fill(self, region: DiskRegion) -> None:
         """Write the parameters to `region`, a file of the bucket."""
         sources = [flat(slot.own).view(torch.uint8) for slot in self.slots]
         (buffer,) = staging_buffers(1, GATHER_STAGING_BYTES)
-        for piece in Stretch(region, 0, self._total_bytes, 0).pieces():
+        for piece in pieces_of([Stretch(region, 0, region.nbytes, 0)]):
             ((_, view, start_bytes),) = piece.transfers(buffer)
-            for source, offset in zip(sources, self._offsets_bytes, strict=True):
+            for source, offset in zip(sources, self._places()[0], strict=True):
                 begin, end = max(start_bytes, offset), min(start_bytes + len(view), offset + len(source))
                 if begin < end:
                     view[begin - start_bytes : end - start_bytes].copy_(source[begin - offset : end - offset])
             region.write_from(view, start_bytes).wait()
 
     def _layout(self) -> tuple[tuple[int, ...], int]:
-        if not self.spec.trainable:
+        return super()._layout() if self.spec.is_sharded else self._places()
+
+    def _places(self) -> tuple[tuple[int, ...], int]:
+        """Return the offset of each parameter in a file of the bucket, and the size of the file, all in bytes: where
+        its state is in other files, and as in a slab if all ranks have the whole frozen parameters, of any dtypes."""
+        if not self.spec.trainable and not self.spec.is_sharded:
             return super()._layout()
         places = list(extents(slot.own for slot in self.slots))
         size_bytes = self.slots[0].param.element_size()

@@ -24,7 +24,7 @@ from elixir_compile.ir.schedule import ONCE, Calls
 from elixir_compile.runtime.bucket import RunningBucket
 from elixir_compile.runtime.disk_params import DiskBucket, ParamPiece
 from elixir_compile.runtime.disk_store import ReadAhead
-from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardGather
+from elixir_compile.runtime.distributed.sharded import ShardedBucket, ShardedDiskBucket, ShardGather
 from elixir_compile.runtime.lanes import Event, Lanes, Transfer
 from elixir_compile.runtime.recording import Ledger
 
@@ -39,12 +39,14 @@ from elixir_compile.runtime.recording import Ledger
 #     wait b1      returns once the copy is issued; raises the exception of the update if it failed
 #
 # All ranks gather a sharded bucket in the order of the program, no matter which rank ends its update first: the gather
-# waits for this rank's update before it sends, and so does every other rank.
+# waits for this rank's update before it sends, and so does every other rank. A shard on disk is sent when it was read:
+# before the next collective or at the wait, and the program goes on until then.
 
 
 @dataclass(slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Gather(Transfer):
-    """The copy of a bucket to the device, issued once: by the update worker or by the waiting thread."""
+    """The copy of a bucket, or of this rank's shard of it, to the device, issued once: by the update worker or by the
+    waiting thread."""
 
     bucket: RunningBucket
     flat: torch.Tensor
@@ -56,6 +58,8 @@ class Gather(Transfer):
     """The captured graph that gathers."""
     ahead: "GathersAhead | None" = None
     """Reads the pieces of a bucket whose home is the disk; None for one in memory."""
+    is_shard: bool = False
+    """Whether it is this rank's shard, which all ranks gather next."""
     is_called_off: bool = False
     reading: "Future[None] | None" = None
     """The call of `begin` on the thread that reads files; None if the home is memory."""
@@ -80,7 +84,8 @@ class Gather(Transfer):
                 # The worker made no copy: the update failed and raised elsewhere, or this gather was called off.
                 if self._versions is None:
                     self._copy()
-            self.bucket.hold(self.values, self._versions or [])
+            if not self.is_shard:
+                self.bucket.hold(self.values, self._versions or [])
             self._is_held = True
         return self.event
 
@@ -91,10 +96,10 @@ class Gather(Transfer):
 
     def _copy(self) -> None:
         h2d = self.lanes.h2d
-        nbytes = self.bucket.spec.nbytes
+        nbytes = self.flat.nbytes if self.is_shard else self.bucket.spec.nbytes
         with (
             h2d.beside_compute(self.allocated),
-            self.ledger.span(Lane.H2D, self.label, nbytes, graph=self.graph),
+            self.ledger.span(Lane.H2D, self.label, nbytes, times=not self.is_shard, graph=self.graph),
         ):
             self._copy_home()
         self.event, self._versions = h2d.mark(), self.bucket.versions()
@@ -109,9 +114,10 @@ class Gather(Transfer):
             return
         reads = self.ahead.reads
         for piece in self.ahead.pieces_of(self.bucket):
-            own = piece.own_bytes(reads.take(piece))
+            views = reads.take(piece)
             try:
-                h2d.copy(self.flat[piece.target], own)
+                for target, own in piece.parts(views):
+                    h2d.copy(self.flat[target], own)
                 self.lanes.host_waits(h2d.mark())  # the next piece is read into another buffer meanwhile
             finally:
                 reads.give_back(piece)
@@ -203,7 +209,10 @@ class Gathers:
         if isinstance(bucket, ShardedBucket):
             bucket.queued.wait()
             copy = bucket.current_copy()
-            return Transfer(name, None, copy) if copy is not None else ShardGather(bucket, self._lanes, self._ledger)
+            if copy is not None:
+                return Transfer(name, None, copy)
+            read = self._read_shard(bucket, name) if isinstance(bucket, ShardedDiskBucket) else None
+            return ShardGather(bucket, self._lanes, self._ledger, read)
         if not bucket.is_away:
             bucket.queued.wait()
         copy = bucket.current_copy() if bucket.queued.is_empty else None
@@ -232,6 +241,26 @@ class Gathers:
         else:
             gather.ensure_issued()
         return gather
+
+    def _read_shard(self, bucket: ShardedDiskBucket, name: str) -> Gather:
+        """Start reading this rank's shard of `bucket` from the disk to the device."""
+        dtype = bucket.slots[0].param.dtype
+        flat = self._lanes.empty(bucket.own_numel * dtype.itemsize)
+        self._ledger.takes(name, (flat,))
+        shard = Gather(
+            name,
+            None,
+            (flat.view(dtype),),
+            bucket=bucket,
+            flat=flat,
+            lanes=self._lanes,
+            ledger=self._ledger,
+            allocated=self._lanes.mark_compute(),
+            graph=self._ledger.graph,
+            is_shard=True,
+        )
+        self._read(shard, bucket)
+        return shard
 
     def _read(self, gather: Gather, bucket: DiskBucket) -> None:
         """Start reading `bucket` from the disk, behind its queued update and earlier gathers; then those that came next

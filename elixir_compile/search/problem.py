@@ -200,22 +200,21 @@ class Problem:
         """Return whether the state of `bucket`, or its parameters if they are frozen, may go to disk if the host has no
         room.
 
-        State needs a folder, and the hybrid optimizer. Frozen parameters of a single rank need a folder, or lie in
-        files of their own.
+        State needs a folder, and the hybrid optimizer. Frozen parameters need a folder, or lie in files of their own.
         """
         if bucket.trainable:
             return self.disk and self.hybrid
         are_in_files = all(name in self.params and self.params[name].in_file for name in bucket.params)
-        return self.cluster.num_ranks == 1 and (self.disk or are_in_files)
+        return self.disk or are_in_files
 
     @property
     def may_send_trained(self) -> bool:
-        """Whether trained parameters could follow their state to disk: those of a single rank."""
-        return self.disk and self.hybrid and self.cluster.num_ranks == 1
+        """Whether trained parameters could follow their state to disk."""
+        return self.disk and self.hybrid
 
     def may_take_params(self, bucket: Bucket) -> bool:
-        """Return whether the parameters of `bucket` may go to disk with its state: those of a single rank, and trained
-        ones only if their elements are updated alone."""
+        """Return whether the parameters of `bucket` may go to disk with its state: trained ones only if their elements
+        are updated alone."""
         if not bucket.trainable:
             return self.may_go_to_disk(bucket)
         return self.params_to_disk and self.may_send_trained and bucket.whole_update is None and bucket.state_nbytes > 0

@@ -210,7 +210,9 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
-        param_disk_s={b.id: disk_both_ways_s(b.nbytes, cluster) for b in buckets if b.trainable},
+        param_disk_s={
+            b.id: disk_both_ways_s(b.shard_nbytes() * cluster.num_local_ranks, cluster) for b in buckets if b.trainable
+        },
         reads={bucket.id: _read(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
         sharded=sharded_buckets(buckets),
@@ -227,9 +229,10 @@ def prices(
 
 
 def _read(bucket: Bucket, cluster: Cluster) -> tuple[float, int]:
-    """Return the seconds in which the parameters of `bucket` are read from the disk, and the number of pieces."""
-    nbytes = bucket.flat_nbytes
-    return disk_read_s(nbytes, cluster), max(-(-nbytes // GATHER_STAGING_BYTES), 1)
+    """Return the seconds in which each rank of a node reads its parameters of `bucket` from the disk, and the number of
+    pieces."""
+    nbytes = bucket.shard_nbytes()
+    return disk_read_s(nbytes * cluster.num_local_ranks, cluster), max(-(-nbytes // GATHER_STAGING_BYTES), 1)
 
 
 def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster: Cluster) -> HostMemory:

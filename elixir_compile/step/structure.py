@@ -143,8 +143,8 @@ LEGAL_HOMES = frozenset(
         (Tier.DISK, Tier.DISK),
     }
 )
-"""The homes of parameters and of optimizer state in legal placements. Only parameters of a single rank may be on the
-disk, and of trained ones only those whose elements are updated alone."""
+"""The homes of parameters and of optimizer state in legal placements. Of trained parameters only those may be on the
+disk whose elements are updated alone."""
 
 
 def check_buckets(graph: StepGraph, plan: Plan) -> None:
@@ -156,7 +156,7 @@ def check_buckets(graph: StepGraph, plan: Plan) -> None:
     num_ranks = len(plan.schedules) if len(plan.schedules) > 1 else plan.num_ranks
     gradients = {storage.of for storage in graph.storages if storage.of is not None}
     for at, (bucket, placement) in enumerate(zip(plan.buckets, plan.placements, strict=True)):
-        sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement, num_ranks)
+        sentence = _bucket_fault(params, bucket, owners, num_ranks) or _home_fault(bucket, placement)
         if bucket.id in seen:
             sentence = f"{bucket.id} is listed twice."
         elif bucket.id in grads:
@@ -193,13 +193,10 @@ def _bucket_fault(
     return None
 
 
-def _home_fault(bucket: Bucket, placement: Placement, num_ranks: int) -> str | None:
+def _home_fault(bucket: Bucket, placement: Placement) -> str | None:
     homes = f"parameters on the {placement.param} and optimizer state on the {placement.optim}"
     if (placement.param, placement.optim) not in LEGAL_HOMES:
         return f"{bucket.id} has its {homes}, which is not supported."
-    if placement.param is Tier.DISK and num_ranks > 1:
-        which = "which is not supported: only those of a single rank may be there"
-        return f"In a plan of {num_ranks} ranks {bucket.id} has its parameters on the disk, {which}."
     if placement.param is Tier.DISK and bucket.whole_update is not None:
         which = "which is not supported: they are updated whole, and pass through the disk's buffers in pieces"
         return f"{bucket.id} has its parameters on the disk, {which}."

@@ -297,11 +297,11 @@ def traffic(graph: StepGraph, plan: Plan) -> Mapping[tuple[Deed, str], int]:
         trained_bytes = sum(param_bytes.get(name, 0) for name in bucket.params)
         own_grad_bytes = bucket.shard_grad_nbytes() if bucket.is_sharded else bucket.grad_ratio * trained_bytes
         there_bytes, back_bytes = stream_bytes(bucket, placement.param) if bucket.trainable else (0, 0)
-        on_disk_bytes = bucket.shard_state_nbytes() + (bucket.nbytes if placement.param is Tier.DISK else 0)
+        on_disk_bytes = bucket.shard_state_nbytes() + (bucket.shard_nbytes() if placement.param is Tier.DISK else 0)
         moved_bytes = {
             Do.GATHER: bucket.flat_shard_nbytes,
-            Do.GATHER_FROM_DISK: bucket.flat_nbytes,
-            Do.READ_PARAMS: bucket.flat_nbytes,
+            Do.GATHER_FROM_DISK: bucket.flat_shard_nbytes,
+            Do.READ_PARAMS: bucket.shard_nbytes(),
             Do.RETURN: bucket.flat_shard_nbytes,
             Do.STAGE: bucket.shard_nbytes(),
             Do.ALL_GATHER: bucket.flat_nbytes,

@@ -387,10 +387,11 @@ class Walk:
         )
         self._last_forward, self._has_backward = last_forward, has_backward
         self._is_reduced, self._is_averaged, self._in_full = is_reduced, is_averaged, in_full
-        self._works: list[Work] = []
-        self._at = 0
+        self._works, self._at = list[Work](), 0
         self._dropped: list[tuple[str, tuple[str, ...]]] = []
         """What offloads without a wait read, until the next action frees it."""
+        self._unsent: list[BucketWorks] = []
+        """The buckets whose shard comes from the disk, until it is sent."""
         self._reducing: list[BucketWorks] = []
         """The buckets whose gradients are added to their sums when the backward ends, if they have any."""
 
@@ -427,8 +428,7 @@ class Walk:
                     self._act_on_gradient(verb, bucket, is_kept=at not in unkept)
                 else:
                     self._act_on_bucket(verb, bucket)
-        if self._dropped:
-            self._free_dropped()
+        self._free_dropped()
         if ends_forward:
             self._synchronize(self._h2d)
         if self._has_backward:
@@ -496,9 +496,9 @@ class Walk:
         """Let all further works of `actor` be behind `instant`."""
         self._works.append(_new(Work, (actor, do, "", (instant,), NOWHERE, self._at, (), (), (), False)))
 
-    def _synchronize(self, lane: Instant) -> None:
-        """Let the program go on when all work of `lane` so far is over."""
-        self._wait(PROGRAM, lane, Do.SYNCHRONIZE)
+    def _synchronize(self, instant: Instant) -> None:
+        """Let the program go on behind `instant`: if it is a lane, when all work of that so far is over."""
+        self._wait(PROGRAM, instant, Do.SYNCHRONIZE)
 
     def _await_update(self, bucket: BucketWorks) -> None:
         """Let the program wait until no update of the bucket is queued, and compute for its results on the device."""
@@ -524,9 +524,7 @@ class Walk:
         region = self._regions.get(name, _NOTHING)
         for bucket in region.at_home:
             self._await_update(bucket)
-        reads: list[Access] = []
-        writes: list[Access] = []
-        frees: list[Access] = []
+        reads, writes, frees = list[Access](), list[Access](), list[Access]()
         if self._in_full:
             reads += [(Memory.HOME, bucket.name) for bucket in region.at_home]
             reads += [(Memory.COPY, bucket.name) for bucket in region.gathered]
@@ -596,6 +594,7 @@ class Walk:
 
     def _act_on_bucket(self, verb: Verb, bucket: BucketWorks) -> None:
         if verb is Verb.WAIT:
+            self._send(bucket)
             if bucket.is_queued and not bucket.is_sharded:
                 self._do(COMPUTE, Do.WAIT_LATE, bucket.name, (bucket.gathered, bucket.done, bucket.returned))
             else:
@@ -615,25 +614,35 @@ class Walk:
 
     def _gather(self, bucket: BucketWorks) -> None:
         """Start a gather. The thread of the updates issues the copy of a whole bucket behind its queued update. All
-        ranks gather shards in one order, and so wait for the update."""
-        name, own, after = bucket.name, Memory.HOME, COMPUTE
+        ranks gather shards in one order, and so wait for the update. Those on disk are sent later, in that order."""
+        name, is_read = bucket.name, bucket.placement.param is Tier.DISK
         if not bucket.is_sharded:
             self._touch(name, writes=(Memory.COPY,), allocates=True)
             if not bucket.is_queued:
                 self._await_update(bucket)
-            do, behind = (Do.LATE_GATHER, (bucket.done, after)) if bucket.is_queued else (Do.GATHER, (after,))
-            if bucket.placement.param is Tier.DISK:  # the thread that reads waits for the update
-                do = Do.GATHER_FROM_DISK
-            self._do(self._h2d, do, name, behind, bucket.gathered, (own,), (Memory.COPY,))
+            do, behind = (Do.LATE_GATHER, (bucket.done, COMPUTE)) if bucket.is_queued else (Do.GATHER, (COMPUTE,))
+            do = Do.GATHER_FROM_DISK if is_read else do  # the thread that reads waits for the update
+            self._do(self._h2d, do, name, behind, bucket.gathered, (Memory.HOME,), (Memory.COPY,))
             return
         self._await_update(bucket)
         if bucket.is_on_host:
-            own, after = Memory.SENT, bucket.home_read
             self._touch(name, writes=(Memory.SENT, Memory.COPY), allocates=True)
-            self._do(self._h2d, Do.GATHER, name, (COMPUTE,), after, (Memory.HOME,), (own,))
+            do = Do.GATHER_FROM_DISK if is_read else Do.GATHER
+            self._do(self._h2d, do, name, (COMPUTE,), bucket.home_read, (Memory.HOME,), (Memory.SENT,))
         else:
             self._touch(name, writes=(Memory.COPY,), allocates=True)
-        self._do(self._collectives, Do.ALL_GATHER, name, (after,), bucket.gathered, (own,), (Memory.COPY,))
+        self._unsent.append(bucket)
+        if not is_read:
+            self._send()
+
+    def _send(self, last: BucketWorks | None = None) -> None:
+        """Gather what is not sent, in order: until the bucket `last`, or all. Those on disk are read before."""
+        while self._unsent and (last is None or last in self._unsent):
+            bucket = self._unsent.pop(0)
+            if bucket.placement.param is Tier.DISK:
+                self._synchronize(bucket.home_read)
+            after, own = (bucket.home_read, Memory.SENT) if bucket.is_on_host else (COMPUTE, Memory.HOME)
+            self._do(self._collectives, Do.ALL_GATHER, bucket.name, (after,), bucket.gathered, (own,), (Memory.COPY,))
 
     # The gradient.
 
@@ -644,6 +653,7 @@ class Walk:
         if bucket.is_sharded:
             self._touch(name, (Memory.GRADIENT,), (Memory.ROWS, own), (Memory.GRADIENT,))
         if bucket.is_sharded or self._is_reduced:
+            self._send()
             reads, writes = ((Memory.ROWS,), (own,)) if bucket.is_sharded else ((), ())
             self._do(self._collectives, Do.REDUCE, name, (COMPUTE,), bucket.reduced, reads, writes)
         if self._is_averaged:
@@ -681,9 +691,8 @@ class Walk:
 
     def _close(self, verb: Verb, bucket: BucketWorks) -> None:
         """Update a bucket in the backward if its gradient is final behind an action with this verb."""
-        if bucket.closes is not verb or bucket.is_updated or not bucket.is_made:
-            return
-        if bucket.is_away is not bucket.is_on_host:
+        is_open = bucket.closes is verb and bucket.is_made and not bucket.is_updated
+        if not is_open or bucket.is_away is not bucket.is_on_host:
             return
         if bucket.is_summed:
             if verb is Verb.OFFLOAD:
@@ -744,11 +753,10 @@ class Walk:
         """Update in the memory of the host; what was copied there is copied back."""
         name, thread = bucket.name, self._updates if bucket.is_queued else PROGRAM
         do = Do.UPDATE_ON_DISK if bucket.placement.optim is Tier.DISK else Do.UPDATE_ON_HOST
+        staged, updated = (Memory.STAGED,), ((bucket.updated_by,), (Memory.HOME, Memory.STATE))
         if not bucket.is_staged:
-            updated = (bucket.updated_by,), (Memory.HOME, Memory.STATE)
             self._do(thread, do, name, (*arrived, bucket.home_read), bucket.done, *updated)
             return
-        staged = (Memory.STAGED,)
         self._do(thread, do, name, (bucket.sent,), bucket.done, staged, (Memory.STAGED, Memory.STATE))
         if bucket.is_queued:  # issued between any two works that the program issues on the lane
             self._do(self._h2d, Do.LATE_RETURN, name, (bucket.done,), bucket.returned, staged, (Memory.HOME,))

@@ -30,6 +30,7 @@ from elixir_compile.ir import Lane, Plan, Tier, Verb
 from elixir_compile.optim.hybrid import Hybrid
 from elixir_compile.runtime.measure import Resident
 from elixir_compile.search import Problem
+from elixir_compile.search.space.buckets import moved_to_disk
 from elixir_compile.session.cache import plan_for
 from tests.pure.mixes import collectives
 from tests.run.optimizers import Lion
@@ -280,15 +281,15 @@ def fails_on_one(rank: int, world_size: int, when: str) -> list[str]:
 
 
 @contextmanager
-def state_on_disk() -> Iterator[None]:
-    """Inside, plans have all state that leaves the device on disk."""
+def on_disk(*, with_params: bool = False) -> Iterator[None]:
+    """Inside, plans have all state that leaves the device on disk, and all parameters that do if `with_params`."""
 
     def decided(problem: Problem, options: Options) -> Plan:
         found = plan_for(problem, replace(options, plan_cache=False))
         if not problem.disk:
             return found
         moved = [
-            replace(home, optim=Tier.DISK, streamed=False) if home.optim is Tier.HOST and bucket.trainable else home
+            moved_to_disk(bucket, home, with_params=with_params) if bucket.trainable or with_params else home
             for bucket, home in zip(found.buckets, found.placements, strict=True)
         ]
         return replace(found, placements=tuple(moved))
@@ -316,7 +317,7 @@ def keeps_state_on_disk(rank: int, world_size: int, folder: str) -> dict[str, An
     pair = pair_of("odd", [world_size], **options)
     losses = train(pair, steps, clips=True)
     expected = local_values(pair)
-    with state_on_disk():
+    with on_disk():
         pair = pair_of("odd", [world_size], disk_path=path, **options)
         assert train(pair, steps, clips=True) == losses
     plan = elixir.compilations(pair.model)[-1].plan
@@ -349,9 +350,9 @@ def perceptron() -> nn.Module:
     return nn.Sequential(nn.Linear(160, 321), nn.GELU(), nn.Linear(321, 320), nn.GELU(), nn.Linear(320, 8))
 
 
-def keeps_masters(rank: int, world_size: int, folder: str, name: str) -> list[list[str]]:
+def keeps_masters(rank: int, world_size: int, folder: str, name: str, with_params: bool) -> list[list[str]]:
     """Train 16-bit parameters with masters by AdamW or Lion, and clip them, after the backward, and across steps with
-    state on disk."""
+    state on disk, and parameters there too if `with_params`; return the homes of what is on disk."""
     steps = torch.randn(3, 8, 160, generator=torch.Generator().manual_seed(rank)).bfloat16()
     found: list[list[str]] = []
     expected: dict[str, torch.Tensor] = {}
@@ -364,7 +365,7 @@ def keeps_masters(rank: int, world_size: int, folder: str, name: str) -> list[li
             with pytest.raises(elixir.NoFeasiblePlan) as raised:
                 compiled_with(model, device_memory=1, micro_batches=1, **options)(steps[0])
             budget = int(1.1 * raised.value.needed_bytes)
-        with state_on_disk():
+        with on_disk(with_params=with_params):
             compiled = compiled_with(model, device_memory=budget, **options)
             for batch in steps:
                 compiled(batch).square().mean().backward()
@@ -375,7 +376,7 @@ def keeps_masters(rank: int, world_size: int, folder: str, name: str) -> list[li
         got = local_values(pair)
         expected = expected or got
         assert_same(expected, got)
-        found.append(homes(model)["optim"])
+        found.append(homes(model)["param" if with_params else "optim"])
     return found
 
 
@@ -387,7 +388,7 @@ def has_no_room(rank: int, world_size: int, folder: str) -> list[str]:
     def full_disk(*_: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with state_on_disk(), pytest.MonkeyPatch.context() as patch:
+    with on_disk(), pytest.MonkeyPatch.context() as patch:
         if rank == world_size - 1:
             patch.setattr(os, "posix_fallocate", full_disk)
         pair = pair_of(

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -404,6 +404,8 @@ class Ranks:
         """The reduces for which only a stream waits."""
         self.under_way: dict[Collective, None] = {}
         """The collectives that were started and not waited for, in order."""
+        self._put_off: dict[object, Callable[[], None]] = {}
+        """What starts each gather that was put off, by whoever waits for it, in order."""
 
     @property
     def num_copies(self) -> int:
@@ -433,6 +435,16 @@ class Ranks:
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:
         """Return the dtype in which the gradient of `param` is averaged."""
         return torch.float32 if self.reduces_in_fp32 and has_master(param) else param.dtype
+
+    def put_off(self, of: object, start: Callable[[], None]) -> None:
+        """Let `start`, which starts a gather, run later: before any other collective starts, so that all ranks start
+        theirs in one order, or when `start_late` is called with `of`."""
+        self._put_off[of] = start
+
+    def start_late(self, last: object | None = None) -> None:
+        """Start the gathers that were put off, in order: until that of `last`, if it is among them, or all."""
+        while self._put_off and (last is None or last in self._put_off):
+            self._put_off.pop(next(iter(self._put_off)))()
 
     def all_gather(self, rows: Sequence[torch.Tensor] | torch.Tensor, own: torch.Tensor, what: str) -> Collective:
         """Start filling row i of `rows` with shard i; `own` is the shard of this rank.
@@ -511,8 +523,9 @@ class Ranks:
         """Wait for the collectives in flight; called after an exception.
 
         Otherwise later collectives would receive their messages. If a wait fails, the error is logged and not raised,
-        because the user must see the first exception.
+        because the user must see the first exception. Gathers that were put off are dropped.
         """
+        self._put_off.clear()
         for collective in tuple(self.under_way):
             try:
                 collective.wait()
@@ -527,6 +540,7 @@ class Ranks:
 
         `rows` is as in `all_gather`. The caller must apply the weight to `rows` first unless `applies_weight`.
         """
+        self.start_late()
         with self.control.raising_peer_failed(what):
             if self._messenger is not None:
                 work = self._messenger.reduce_scatter(own, rows)
@@ -563,6 +577,7 @@ class Ranks:
         This takes an all-reduce along each axis of the mesh, counted by `counted`. The means are new tensors, because
         the backward may still read a gradient that it handed out, such as the gradient of another term of a sum.
         """
+        self.start_late()
         self.complete_until()
         numels = [tensor.numel() for tensor in tensors]
         flat = torch.empty(sum(numels), dtype=dtype, device=tensors[0].device)

@@ -89,7 +89,7 @@ class ShardedBucket(RunningBucket):
 
     def rows(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialized tensor of shape (number of shards, elements of `own`) in `dtype`, on the device."""
-        return torch.empty(self.ranks.num_shards, self.own.numel(), dtype=dtype, device=self.slots[0].device)
+        return torch.empty(self.ranks.num_shards, self.own_numel, dtype=dtype, device=self.slots[0].device)
 
     def by_rank(self, rows: torch.Tensor) -> Sequence[torch.Tensor] | torch.Tensor:
         """Return the elements of each rank in `rows`, in the order of ranks: a matrix if all have equally many."""
@@ -124,7 +124,7 @@ class ShardedBucket(RunningBucket):
 
     def is_rows(self, grad: torch.Tensor) -> bool:
         """Return whether `grad`, the only gradient of the bucket, has the elements of `rows` in their order."""
-        return len(self.slots) == 1 and grad.numel() == self.ranks.num_shards * self.own.numel()
+        return len(self.slots) == 1 and grad.numel() == self.ranks.num_shards * self.own_numel
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return `flat` in the shape of `rows`."""
@@ -176,37 +176,54 @@ def _shaped(flat: torch.Tensor, slot: Slot) -> torch.Tensor:
 class ShardGather(Transfer):
     """The all-gather of a sharded bucket; its `values` are the full parameters after `ensure_issued`."""
 
-    __slots__ = ("_bucket", "_lanes", "_rows", "_versions", "_work")
+    __slots__ = ("_bucket", "_lanes", "_ledger", "_read", "_rows", "_versions", "_work")
 
-    def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger) -> None:
+    def __init__(self, bucket: ShardedBucket, lanes: Lanes, ledger: Ledger, read: Transfer | None = None) -> None:
+        """`read` brings this rank's shard to the device if its home is the disk; it is sent later then."""
         name = label(Verb.GATHER, BucketRef(bucket.spec.id))
-        own, self._rows = bucket.own, bucket.rows(bucket.own.dtype)
+        own = bucket.own if read is None else read.values[0]
+        self._rows = bucket.rows(own.dtype)
         ledger.takes(name, (self._rows,))
         self._lanes, h2d = lanes, lanes.h2d
         lanes.touches((), (self._rows,))  # compute allocates it
-        if bucket.is_away:
+        if bucket.is_away and read is None:
             there = torch.empty_like(own, device=lanes.device)
             ledger.takes(name, (there,))
             lanes.touches((), (there,))
             with h2d.behind_compute(), ledger.span(Lane.H2D, name, own.nbytes, times=0):
                 h2d.copy(there, own)
             own, bucket.home_read = there, h2d.mark()
-        rows, of = self._rows, bucket.spec.id
-        # A collective begins behind the stream on which it is issued. That of a shard on the device is behind compute
-        # alone: h2d would have to wait for compute, and the host for h2d at the end of the backward.
-        with h2d.beside_compute() if bucket.is_away else nullcontext():
-            work = ledger.started(
-                Lane.GATHER,
-                name,
-                rows.nbytes,
-                lambda: bucket.ranks.all_gather(bucket.by_rank(rows), own, f"parameters of {of}"),
-            )
-            self._work = lanes.collective(work, (own,), (self._rows,))
         super().__init__(name, None, sources=(own,))
         self._bucket, self._versions = bucket, bucket.versions()
+        self._ledger, self._read, self._work = ledger, read, None
+        if read is None:
+            bucket.ranks.start_late()
+            self._send()
+        else:
+            bucket.ranks.put_off(self, self._send)
+
+    def _send(self) -> None:
+        """Start the collective; wait for the disk before it."""
+        bucket, rows, (own,) = self._bucket, self._rows, self.sources
+        assert rows is not None
+        if self._read is not None:
+            with bucket.queued.waiting():
+                self._read.ensure_issued()
+            self._read = None
+        # A collective begins behind the stream on which it is issued. That of a shard on the device is behind compute
+        # alone: h2d would have to wait for compute, and the host for h2d at the end of the backward.
+        with self._lanes.h2d.beside_compute() if bucket.is_away else nullcontext():
+            work = self._ledger.started(
+                Lane.GATHER,
+                self.label,
+                rows.nbytes,
+                lambda: bucket.ranks.all_gather(bucket.by_rank(rows), own, f"parameters of {bucket.spec.id}"),
+            )
+            self._work = self._lanes.collective(work, (own,), (rows,))
 
     def ensure_issued(self) -> None:
         """Make compute issued from now on wait for the collective, and put the full parameters in `values`."""
+        self._bucket.ranks.start_late(self)
         if self._work is not None and self._rows is not None:
             self._work.wait()
             self._work, self.sources = None, ()  # before the parameters are copied out, as `gather_buffers` counts
@@ -364,18 +381,28 @@ class UnevenBucket(ShardedBucket):
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# The bucket of an executor for a bucket of a plan: complete on each rank, in equal shards, or in unequal ones.
+# The bucket of an executor for a bucket of a plan: complete on each rank, in equal shards, or in unequal ones; and each
+# in memory or on disk.
+
+
+class ShardedDiskBucket(DiskBucket, ShardedBucket):
+    """A bucket in equal shards, each in a file of its rank."""
+
+
+class UnevenDiskBucket(ShardedDiskBucket, UnevenBucket):
+    """A bucket in shards of any sizes, each in a file of its rank."""
 
 
 def new_bucket(
     spec: Bucket, placement: Placement, slots: Sequence[Slot], *, pin: bool, ranks: Ranks | None
 ) -> RunningBucket:
     """Return a bucket for `spec`, before its first `move_home`; `ranks` is None if a single rank trains the model."""
-    if placement.param is Tier.DISK:
-        return DiskBucket(spec, placement, slots, pin=pin)
+    is_on_disk = placement.param is Tier.DISK
     if not spec.is_sharded:
-        return RunningBucket(spec, placement, slots, pin=pin)
+        return (DiskBucket if is_on_disk else RunningBucket)(spec, placement, slots, pin=pin)
     assert ranks is not None, "one rank alone has no sharded buckets"
-    is_uneven = any(rows_of(slot.param) is not None for slot in slots)
-    kind = UnevenBucket if is_uneven else ShardedBucket
+    if any(rows_of(slot.param) is not None for slot in slots):
+        kind = UnevenDiskBucket if is_on_disk else UnevenBucket
+    else:
+        kind = ShardedDiskBucket if is_on_disk else ShardedBucket
     return kind(spec, placement, slots, pin=pin, ranks=ranks)

@@ -226,7 +226,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
     there = {bucket.id: bucket for bucket in plan.buckets if plan.placement(bucket.id).param is Tier.DISK}
     disk_param_bytes: Counter[str] = Counter()
     for bucket in there.values():
-        disk_param_bytes["trained" if bucket.trainable else "frozen"] += bucket.nbytes
+        disk_param_bytes["trained" if bucket.trainable else "frozen"] += bucket.shard_nbytes()
     targets = (action.target for action in actions_of(plan) if action.verb is Verb.GATHER)
     gathered = [target for target in targets if isinstance(target, BucketRef)]
     return PlanAnswer(
@@ -249,7 +249,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
             bucket.shard_state_nbytes() for bucket in plan.buckets if plan.placement(bucket.id).optim is Tier.DISK
         ),
         disk_param_bytes=dict(disk_param_bytes),
-        read_bytes=sum(there[target.bucket].flat_nbytes for target in gathered if target.bucket in there),
+        read_bytes=sum(there[target.bucket].shard_nbytes() for target in gathered if target.bucket in there),
         calls=plan.calls,
         lean=lean_text(plan),
         staying_gradient_bytes={home: nbytes for home, nbytes in staying_bytes.items() if nbytes},

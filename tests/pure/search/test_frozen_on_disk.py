@@ -83,12 +83,11 @@ def test_frozen_parameters_go_before_state_and_those_read_once_first(over_bytes:
         ({"in_file": {FROZEN[0]: True, FROZEN[2]: True}, "disk": False}, ("b0", "b2")),
         ({"disk": False}, ()),
         ({"hybrid": False}, ("b0", "b1", "b2", "b3")),
-        ({"cluster": CLUSTERS["2 x cuda"]}, ("b4", "b5")),
+        ({"cluster": CLUSTERS["2 x cuda"]}, ("b0", "b1", "b2", "b3", "b4", "b5")),
     ],
 )
 def test_what_may_go(more: dict[str, Any], going: tuple[str, ...]) -> None:
-    """Without a folder, frozen parameters in files of their own; without the hybrid optimizer, frozen parameters; on
-    several ranks, state."""
+    """Without a folder, frozen parameters in files of their own; without the hybrid optimizer, frozen parameters."""
     assert going_to_disk(over_by(400 * MIB, **more), MADE) == going
 
 
@@ -173,7 +172,7 @@ def planned_on_disk(problem: Problem) -> Plan:
 
 
 @pytest.mark.usefixtures("small_rings")
-@pytest.mark.parametrize("more", [{"disk": True}, IN_SMALL_FILES])
+@pytest.mark.parametrize("more", [{"disk": True}, IN_SMALL_FILES, {"disk": True, "cluster": CLUSTERS["2 x cuda"]}])
 def test_frozen_parameters_go_if_the_host_is_short_and_stay_there(more: dict[str, Any]) -> None:
     problem = short(small_problem(**more))
     made = planned_on_disk(problem)

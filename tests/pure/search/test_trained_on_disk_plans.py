@@ -78,7 +78,7 @@ def test_which_parameters_may_go() -> None:
     buckets = tuple(replace(own, whole_update=whole) if own.id == "b3" else own for own in state.buckets)
     assert params_going_to_disk(over_by(GIB), replace(state, buckets=buckets)) == {"b1", "b2", "b4"}
     assert params_going_to_disk(replace(over_by(GIB), params_to_disk=False), state) == frozenset()
-    assert params_going_to_disk(over_by(GIB, cluster=CLUSTERS["2 x cuda"]), state) == frozenset()
+    assert params_going_to_disk(over_by(GIB, cluster=CLUSTERS["2 x cuda"]), state) == {"b1", "b2", "b3", "b4"}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -101,15 +101,17 @@ def small_problem(**more: Any) -> Problem:
     kept = plan(replace(problem, disk=False), "keep_all")
     problem = replace(problem, budget_bytes=int(0.4 * kept.prediction.device_peak_bytes))
     made = plan(problem, "greedy")
-    param_bytes = sum(own.nbytes for own in made.buckets if made.placement(own.id).param is Tier.HOST)
+    param_bytes = sum(own.home_nbytes for own in made.buckets if made.placement(own.id).param is Tier.HOST)
     return replace(
         problem, host_budget_bytes=3 * param_bytes // 2 + rings_bytes(made.buckets, [own.id for own in made.buckets])
     )
 
 
 @pytest.mark.usefixtures("small_rings")
-def test_parameters_go_if_the_host_is_short_and_stay_there() -> None:
-    problem = small_problem()
+@pytest.mark.parametrize(("cluster", "part"), [("cuda", 1.0), ("2 x cuda", 0.75)])
+def test_parameters_go_if_the_host_is_short_and_stay_there(cluster: str, part: float) -> None:
+    problem = small_problem(cluster=CLUSTERS[cluster])
+    problem = replace(problem, host_budget_bytes=int(part * problem.host_budget_bytes))
     made = planned_on_disk(problem)
     decided = {decision.subject: decision.because for decision in made.decisions if decision.choice == "param disk"}
     assert list(decided) == there(made)

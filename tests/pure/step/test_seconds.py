@@ -147,8 +147,10 @@ def test_trained_parameters_on_disk_are_read_behind_their_update(update: Update)
 
 
 @pytest.mark.parametrize("read_s", [5.0, 10.0, 20.0])
-def test_a_chain_of_frozen_layers_takes_the_seconds_of_the_disk_or_of_compute(read_s: float) -> None:
-    """Sixteen layers, each gathered one ahead in the forward and in the backward: 10 s of compute, 3 s of copies."""
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_a_chain_of_frozen_layers_takes_the_seconds_of_the_disk_or_of_compute(read_s: float, is_sharded: bool) -> None:
+    """Sixteen layers, each gathered one ahead in the forward and in the backward: 10 s of compute, 3 s of copies, and
+    2 s of collectives of several ranks, for which the program waits for what it reads."""
     names = [BucketId(f"b{n}") for n in range(16)]
     run_s = {RegionId(f"{phase}.{n}"): 10.0 for phase in ("fwd", "bwd") for n in range(16)}
     none_s = dict.fromkeys(names, 0.0)
@@ -158,6 +160,8 @@ def test_a_chain_of_frozen_layers_takes_the_seconds_of_the_disk_or_of_compute(re
         h2d_s=dict.fromkeys(names, 3.0),
         reads=dict.fromkeys(names, (read_s, 4)),
     )
+    if is_sharded:
+        price = replace(price, gather_s=dict.fromkeys(names, 2.0), sharded=frozenset(names))
     layers = [*zip(names, run_s, strict=False), *zip(reversed(names), [*run_s][16:], strict=True)]
     actions: list[tuple[Verb, str]] = [(G, layers[0][0])]
     for (name, region), (later, _) in zip(layers, [*layers[1:], (None, None)], strict=True):

@@ -154,11 +154,15 @@ def test_state_on_disk_with_an_empty_shard(tmp_path: Path) -> None:
         assert found["left"] == []
 
 
-@pytest.mark.parametrize("name", ["AdamW", pytest.param("Lion", marks=pytest.mark.slow)])
-def test_masters_in_memory_and_on_disk(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "with_params"),
+    [("AdamW", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("Lion", False), ("AdamW", True)))],
+)
+def test_masters_in_memory_and_on_disk(name: str, with_params: bool, tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    for in_memory, on_disk in spawn(ranks_updates.keeps_masters, 2, str(disk), name, folder=tmp_path, limit_s=LIMIT_S):
+    how = str(disk), name, with_params
+    for in_memory, on_disk in spawn(ranks_updates.keeps_masters, 2, *how, folder=tmp_path, limit_s=LIMIT_S):
         assert "host" in in_memory
         assert "disk" in on_disk
 
