@@ -65,6 +65,7 @@ def test_a_failure_on_one_rank_is_an_error_on_all(call: tuple[str, int], disk: s
     assert "nothing" not in (own[2], others[2])  # no step is taken with what may be half new
 
 
+@pytest.mark.slow
 def test_a_full_disk_on_one_rank_is_an_error_on_all(disk: str, tmp_path: Path) -> None:
     others, own = spawn(ranks_disk.has_no_room_for_parameters, 2, disk, folder=tmp_path)
     assert own[0] == "DiskFull"
