@@ -28,7 +28,7 @@ from elixir_compile.runtime.recording import Ledger
 from elixir_compile.session import machine as profiling
 from elixir_compile.session.machine import made_bytes
 from elixir_compile.session.model import Compilation
-from tests.run.models import Stack, seeded, tokens, vectors
+from tests.run.models import ShortStack, Stack, seeded, tokens, vectors
 from tests.run.training import assert_same, by_elixir, least_bytes
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -378,7 +378,7 @@ def test_equal_regions_are_run_once_and_share_their_figures(clock: list[str]) ->
 
 @pytest.mark.usefixtures("empty_cache")
 def test_the_stretches_cover_the_step_and_are_its_price(clock: list[str]) -> None:
-    record = profiled(seeded(Stack), vectors(1)[0])
+    record = profiled(seeded(ShortStack), vectors(1)[0])
     index = {op.id: i for i, op in enumerate(record.graph.ops)}
     stretches = record.profile.measured.stretches
     covered = [i for piece in stretches for i in range(index[piece.first], index[piece.last] + 1)]
@@ -389,19 +389,19 @@ def test_the_stretches_cover_the_step_and_are_its_price(clock: list[str]) -> Non
 
 @pytest.mark.usefixtures("empty_cache")
 def test_the_bytes_of_a_region_are_those_of_the_graph(clock: list[str]) -> None:
-    for region in profiled(seeded(Stack), vectors(1)[0]).profile.regions:
+    for region in profiled(seeded(ShortStack), vectors(1)[0]).profile.regions:
         # The allocator rounds each tensor up to 16 or 64 bytes; eager kernels take nothing else for themselves.
         assert region.live_bytes <= region.peak_bytes <= region.live_bytes + 4096
 
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_region_that_reads_a_seed_on_the_host_is_not_run(clock: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    everything = profiled(seeded(Stack), vectors(1)[0]).profile
+    everything = profiled(seeded(ShortStack), vectors(1)[0]).profile
     monkeypatch.setenv("ELIXIR_CACHE_DIR", str(Path(folders.cache_dir()) / "again"))
     clock.clear()
     gelu = torch.ops.aten.gelu_backward.default
     monkeypatch.setattr(profiling, "reads_seed_on_host", lambda node: node.target is gelu)
-    rest = profiled(seeded(Stack), vectors(1)[0]).profile
+    rest = profiled(seeded(ShortStack), vectors(1)[0]).profile
     assert rest.num_regions == everything.num_regions
     assert 0 < len(rest.regions) < len(everything.regions)
     assert not any("gelu_backward" in region.first for region in rest.regions)
@@ -428,7 +428,7 @@ def test_attention_with_dropout_reads_its_seed_on_the_host_and_without_it_does_n
 def test_what_a_region_allocates_beside_its_tensors_is_not_free_for_plans(
     clock: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = profiled(seeded(Stack), vectors(1)[0]).plan.base_bytes
+    before = profiled(seeded(ShortStack), vectors(1)[0]).plan.base_bytes
     torch._dynamo.reset()
     measure = profiling.measure_region
 
@@ -438,7 +438,7 @@ def test_what_a_region_allocates_beside_its_tensors_is_not_free_for_plans(
 
     monkeypatch.setattr(profiling, "measure_region", with_workspace)
     monkeypatch.setenv("ELIXIR_CACHE_DIR", str(Path(folders.cache_dir()) / "again"))
-    record = profiled(seeded(Stack), vectors(1)[0])
+    record = profiled(seeded(ShortStack), vectors(1)[0])
     assert 3 << 20 <= record.profile.workspace_bytes < (3 << 20) + 4096
     assert record.plan.base_bytes - before == record.profile.workspace_bytes
 
@@ -446,10 +446,10 @@ def test_what_a_region_allocates_beside_its_tensors_is_not_free_for_plans(
 @pytest.mark.usefixtures("empty_cache")
 def test_a_second_start_measures_nothing(clock: list[str], caplog: pytest.LogCaptureFixture, empty_cache: Path) -> None:
     caplog.set_level(logging.INFO, logger="elixir_compile")
-    first = profiled(seeded(Stack), vectors(1)[0], report=True)
+    first = profiled(seeded(ShortStack), vectors(1)[0], report=True)
     num_run = len(clock)
     assert len(list(empty_cache.iterdir())) == num_run
-    again = profiled(seeded(Stack), vectors(1)[0])
+    again = profiled(seeded(ShortStack), vectors(1)[0])
     assert len(clock) == num_run
     assert again.profile.regions == first.profile.regions
     assert again.plan.prediction == first.plan.prediction
@@ -460,7 +460,7 @@ def test_a_second_start_measures_nothing(clock: list[str], caplog: pytest.LogCap
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_broken_file_is_measured_again(clock: list[str], empty_cache: Path) -> None:
-    first = profiled(seeded(Stack), vectors(1)[0])
+    first = profiled(seeded(ShortStack), vectors(1)[0])
     num_run = len(clock)
     texts = [
         '{"run_s": 0.1',
@@ -479,7 +479,7 @@ def test_a_broken_file_is_measured_again(clock: list[str], empty_cache: Path) ->
         for path, text in spoilt:
             path.write_text(text)
         before = len(clock)
-        again = profiled(seeded(Stack), vectors(1)[0])
+        again = profiled(seeded(ShortStack), vectors(1)[0])
         assert len(clock) == before + len(spoilt)
         assert again.profile.regions == first.profile.regions
     assert len(clock) == num_run + len(texts)
@@ -488,7 +488,7 @@ def test_a_broken_file_is_measured_again(clock: list[str], empty_cache: Path) ->
 @pytest.mark.usefixtures("empty_cache")
 def test_behind_the_time_limit_the_rest_keeps_its_price(clock: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profiling, "LIMIT_S", 0.0)
-    record = profiled(seeded(Stack), vectors(1)[0])
+    record = profiled(seeded(ShortStack), vectors(1)[0])
     assert clock == []
     assert record.profile.measured.stretches == ()
     assert record.plan.prediction.step_s > 0

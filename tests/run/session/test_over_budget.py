@@ -16,7 +16,7 @@ import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.runtime.measure import Resident, drop_running_step_bytes, start_step_bytes
 from elixir_compile.session.over_budget import TOLERATED_BYTES
-from tests.run.models import Stack, seeded, vectors
+from tests.run.models import ShortStack, Stack, seeded, vectors
 from tests.run.processes import apart
 from tests.run.training import Run, assert_same, by_elixir, by_torch, least_bytes, loss_of, tight_bytes
 from tests.run.updating import Several
@@ -321,7 +321,7 @@ def peak_bytes(run: Run) -> int:
 @pytest.mark.parametrize("make", [AdamW, pytest.param(momentum, marks=pytest.mark.slow), each])
 def test_plans_count_the_state_of_plain_optimizers(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     """The budget has room for the whole state and for the step of a model whose parameters are on the host."""
-    model, batches = seeded(Stack), vectors(4)
+    model, batches = seeded(ShortStack), vectors(4)
     trained = by_torch(model, optimizer=make).train(batches[:1])
     budget_bytes = int(1.05 * (least_bytes(model, batches[0], optimizer=make) + state_bytes(trained)))
     expected = by_torch(model, optimizer=make).train(batches)
@@ -349,17 +349,17 @@ def test_a_budget_without_room_for_the_state_is_an_error_of_the_second_step(
 
 @pytest.mark.parametrize("make", [pytest.param(elixir.HybridAdamW, marks=pytest.mark.slow), elixir.hybrid(SGD), plain])
 def test_nothing_changes_if_the_plan_is_kept(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    model, (batch, *_) = seeded(Stack), vectors(1)
+    model, (batch, *_) = seeded(ShortStack), vectors(1)
     run = by_elixir(model, optimizer=make, device_memory=tight_bytes(model, batch, optimizer=make))
     assert told(run, caplog) == []
 
 
 def test_nothing_changes_if_the_budget_suffices(caplog: pytest.LogCaptureFixture) -> None:
-    assert told(by_elixir(seeded(Stack), optimizer=AdamW, planner="zero3_offload"), caplog) == []
+    assert told(by_elixir(seeded(ShortStack), optimizer=AdamW, planner="zero3_offload"), caplog) == []
 
 
 def test_state_from_before_the_compilation_counts(caplog: pytest.LogCaptureFixture) -> None:
-    model, batches = seeded(Stack), vectors(2)
+    model, batches = seeded(ShortStack), vectors(2)
     optimizer = AdamW(model.parameters())
     model(batches[0]).backward()
     optimizer.step()
