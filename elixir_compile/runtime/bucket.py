@@ -333,6 +333,8 @@ class RunningBucket:
         self.pin = pin
         self.disk: tuple[Path, bool] | None = None
         """The folder for state on disk, and whether reads are checked by checksums; None if the option is not set."""
+        self.reads_loaded_files = True
+        """Whether frozen parameters on disk may be read from the files that they were loaded from."""
         self.gathered: tuple[torch.Tensor, ...] | None = None
         """The parameters on the device, in bucket order; None while no copy of them is there."""
         self.update = Update.AFTER_BACKWARD

@@ -218,7 +218,8 @@ class DiskBucket(RunningBucket):
             self.file.check()
         self.gathered = None
         has_bytes = any(slot.own_nbytes for slot in self.slots)  # else all are other ranks'
-        stretches = () if not has_bytes else None if self.spec.trainable else self._loaded_from()
+        reads_loaded = self.reads_loaded_files and not self.spec.trainable
+        stretches = () if not has_bytes else self._loaded_from() if reads_loaded else None
         if stretches is None:
             stretches = self._written()
         else:

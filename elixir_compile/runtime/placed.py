@@ -54,6 +54,8 @@ class PlacedBuckets:
         """Grows when buckets or homes change; programs and optimizer state of an older generation are made again."""
         self.disk: tuple[Path, bool] | None = None
         """See `RunningBucket.disk`."""
+        self.reads_loaded_files = True
+        """See `RunningBucket.reads_loaded_files`; False as soon as a graph of the model has `frozen_files=False`."""
         self._lanes = lanes
         self._ranks = ranks
         self._slots = slots
@@ -203,7 +205,7 @@ class PlacedBuckets:
     def _place(self, spec: Bucket, placement: Placement, slots: Sequence[Slot]) -> None:
         """Put a new bucket for `spec` in force, and move the parameters of `slots` to its home."""
         bucket = new_bucket(spec, placement, slots, pin=self._lanes.pins, ranks=self._ranks)
-        bucket.disk = self.disk
+        bucket.disk, bucket.reads_loaded_files = self.disk, self.reads_loaded_files
         self._move_home(bucket)
         for slot in slots:
             slot.is_updated_in_file = spec.trainable and placement.param is Tier.DISK

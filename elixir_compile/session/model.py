@@ -420,6 +420,7 @@ class ManagedModel:
             if options.plan is not None:
                 check_reduces(load_plan(options.plan), executor.slots, executor.ranks)
         executor.buckets.disk = disk_of(options) or executor.buckets.disk
+        executor.buckets.reads_loaded_files &= options.frozen_files
 
     def regions_for(self, inner: str) -> RegionCompiler:
         """Return the compiler of this model's regions for the inner backend `inner`."""
@@ -544,6 +545,7 @@ def prepare_again(old: ManagedModel) -> None:
         new = ManagedModel(roots, before.device, before.ranks, tensor_axis=before.tensor_axis, peers=before.peers)
         new.executor.buckets.generation = before.buckets.generation + 1
         new.executor.buckets.disk = before.buckets.disk
+        new.executor.buckets.reads_loaded_files = before.buckets.reads_loaded_files
         new.executor.calls.spec = before.calls.spec
         if old._together.stages is not None:
             old._together.stages.replace(old._together, new._together)

@@ -237,9 +237,17 @@ def test_state_of_an_earlier_run_of_a_frozen_parameter_needs_no_folder(tmp_path:
 
 
 @pytest.mark.slow
-def test_without_frozen_files_the_host_is_too_small(model: nn.Module, checkpoint: Path) -> None:
+def test_without_frozen_files_the_host_is_too_small_and_a_folder_gets_files_of_its_own(
+    model: nn.Module, wanted: list[torch.Tensor], checkpoint: Path, tmp_path: Path
+) -> None:
     with pytest.raises(elixir.NoFeasiblePlan, match="disk_path"):
         from_file(model, checkpoint, frozen_files=False).train(batches(1), step)
+    run = from_file(model, checkpoint, frozen_files=False, disk_path=str(tmp_path)).train(batches(), step)
+    ranges = file_ranges(param for param in run.model.parameters() if not param.requires_grad)
+    for own, home in zip(ranges, homes(run), strict=True):
+        assert (own is not None and own.path != str(checkpoint)) is (home is Tier.DISK)
+    assert Tier.DISK in homes(run)
+    assert same_losses(map(float, wanted), map(float, run.losses))
 
 
 def test_ranges_of_files_are_those_of_tensors(checkpoint: Path) -> None:
