@@ -19,7 +19,7 @@ from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.measure import Resident
 from elixir_compile.runtime.placed import check_move
-from tests.run.models import ShortStack, seeded, vectors
+from tests.run.models import ShortStack, Stack, seeded, vectors
 from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import (
     Rows,
@@ -288,7 +288,7 @@ def groups(params: Any) -> list[dict[str, Any]]:
 
 
 def test_loaded_state_of_every_group_goes_where_the_plan_says() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model, optimizer=lambda params: fused_adamw(groups(params))).train(batches)
 
     def hybrid(params: Any) -> torch.optim.Optimizer:
