@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import combinations
 
 from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidPlan, InvalidProfile, ProfileFileError
@@ -379,22 +379,27 @@ _OTHER_DEVICES = {"laptop", "mig"}
 def machine_name_of(device_name: str, memory_bytes: int) -> str | None:
     """Return the name in `MACHINES` of a machine with the device `device_name`, which has `memory_bytes`, or None.
 
-    If several machines have the chip, it is the machine whose device has the nearest memory size.
+    Of `NVIDIA H100 NVL`, `h100nvl` says more than `h100`. If several machines have the chip, it is the machine whose
+    device has the nearest memory size.
     """
     words = re.findall(r"[a-z0-9]+", device_name.lower())
     if _OTHER_DEVICES & set(words):
         return None
-    chips = {*words, *(first + second for first, second in pairwise(words))}
+    chips = {"".join(words[first:last]) for first, last in combinations(range(len(words) + 1), 2)}
     found = [name for name in MACHINES if name.split("-")[0] in chips]
-    return min(found, key=lambda name: abs(MACHINES[name].chip.memory_mib * MIB - memory_bytes), default=None)
+
+    def rank(name: str) -> tuple[int, int]:
+        return -len(name.split("-")[0]), abs(MACHINES[name].chip.memory_mib * MIB - memory_bytes)
+
+    return min(found, key=rank, default=None)
 
 
 def is_name_of(text: str, cluster: Cluster) -> bool:
     """Return whether `text`, the name of a cluster in a plan, is a name of `cluster`: `1 x h100-80g` and `1 x NVIDIA
     H100 80GB HBM3` are one machine.
 
-    Two names that drivers tell are two machines, because chips with one name have several forms: an H100 for PCIe has
-    half of the memory's rate.
+    Two names that drivers tell are two machines, because chips with one name have several forms: an A100 for PCIe has
+    no NVLink.
     """
     device = cluster.device
     before, _, after = cluster.name.partition(device.name)

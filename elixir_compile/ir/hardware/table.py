@@ -180,6 +180,18 @@ _H100_80G = Chip(
     flops_per_s=_H100_FLOPS,
     source=f"NVIDIA H100 SXM data sheet, half of the rates with sparsity; {_SMI}",
 )
+_H100_PCIE_80G = Chip(
+    memory_mib=81559,
+    memory_bytes_per_s=2000e9,
+    flops_per_s=_tflops(51, 26, 756),
+    source=f"NVIDIA H100 PCIe data sheet, half of the rates with sparsity; {_SMI}",
+)
+_H100_NVL_94G = Chip(
+    memory_mib=95830,
+    memory_bytes_per_s=3900e9,
+    flops_per_s=_tflops(60, 30, 835),
+    source=f"NVIDIA H100 NVL data sheet, half of the rates with sparsity; {_SMI}",
+)
 _H200_141G = Chip(
     memory_mib=143771,
     memory_bytes_per_s=4800e9,
@@ -204,6 +216,13 @@ _RTX_4090 = Chip(
     memory_bytes_per_s=1008e9,
     flops_per_s=_tflops(82.6, 82.6 / 64, 165.2),
     source=f"NVIDIA Ada white paper, GeForce RTX 4090; {_SMI}",
+)
+# Of the 16,384 lanes of an RTX 4090, at the same clock, this chip has 14,592.
+_RTX_4090D = Chip(
+    memory_mib=24564,
+    memory_bytes_per_s=1008e9,
+    flops_per_s=_tflops(73.5, 73.5 / 64, 147.1),
+    source=f"NVIDIA GeForce RTX 4090 D specifications, rates as those of the RTX 4090 by lanes; {_SMI}",
 )
 _RTX_5090 = Chip(
     memory_mib=32607,
@@ -293,12 +312,15 @@ MACHINES: Mapping[str, Machine] = MappingProxyType(
         "a6000-48g": _pcie(_A6000, _EPYC_DDR4, _PCIE_4),
         "gh200": Machine(chip=_GH200, board=_GRACE, lane=_C2C, peer=_NVLINK_4, network=_NDR_GRACE),
         "h100-80g": Machine(chip=_H100_80G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
+        "h100nvl-94g": _pcie(_H100_NVL_94G, _EPYC_DDR5, _PCIE_5),
+        "h100pcie-80g": _pcie(_H100_PCIE_80G, _EPYC_DDR5, _PCIE_5),
         "h200-141g": Machine(chip=_H200_141G, board=_DGX_H100, lane=_PCIE_5, peer=_NVLINK_4, network=_NDR),
         "l4-24g": _pcie(_L4, _CLOUD_L4, _PCIE_4),
         "p100-16g": _pcie(_P100_16G, _XEON_DDR4, _PCIE_3),
         "p40-24g": _pcie(_P40, _XEON_DDR4, _PCIE_3),
         "rtx3090-24g": _geforce(_RTX_3090, _EPYC_DDR4, _PCIE_4),
         "rtx4090-24g": _geforce(_RTX_4090, _EPYC_DDR4, _PCIE_4),
+        "rtx4090d-24g": _geforce(_RTX_4090D, _EPYC_DDR4, _PCIE_4),
         "rtx5090-32g": _geforce(_RTX_5090, _EPYC_DDR5, _PCIE_5),
         "t4-16g": _pcie(_T4, _CLOUD_T4, _PCIE_3),
         "v100-16g": _cloud_v100(_V100_16G, _CLOUD_V100),
