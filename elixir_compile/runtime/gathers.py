@@ -174,16 +174,14 @@ class GathersAhead:
         # Behind as many pieces as there are buffers, no more are read before the first is taken.
         while sum(len(later.pieces) for later in self._announced) < NUM_GATHER_STAGING:
             following = self._next.get(last)
-            if following is None or self._awaits_update(following, last):
+            if following is None or not following.queued.is_empty:
+                break
+            has_changed = self._gathered.get(following) != following.file.num_changes
+            if last in self._behind_update and not has_changed:  # it is updated before it is gathered
                 break
             self._announced.append(self._announce(following))
             last = last[1], id(following)
         return guess.pieces
-
-    def _awaits_update(self, bucket: DiskBucket, last: tuple[int, int]) -> bool:
-        """Return whether `bucket`, which comes behind the buckets `last`, is updated before it is gathered."""
-        has_changed = self._gathered.get(bucket) != bucket.file.num_changes
-        return not bucket.queued.is_empty or (last in self._behind_update and not has_changed)
 
     def _announce(self, bucket: DiskBucket) -> _Guess:
         num_changes, pieces = bucket.file.num_changes, bucket.pieces()

@@ -83,7 +83,10 @@ def plan_with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
 
 def _with_disk(problem: Problem, search: Callable[[Problem], Plan]) -> Plan:
     """Return the plan of `plan_with_disk`, with trained parameters on disk if `problem` allows it already."""
-    in_memory = _in_memory(problem)
+    params = problem.params
+    if any(param.in_file for param in params.values()):
+        params = {name: replace(param, in_file=False) for name, param in params.items()}
+    in_memory = replace(problem, disk=False, params=params)  # without more on disk than there is already
 
     def moved(found: Plan, asked: Problem = problem) -> Plan:
         """Return `found` with all that on disk that the answer to `asked` puts there."""
@@ -212,14 +215,6 @@ def _num_gathers(plan: Plan) -> Counter[BucketId]:
     """Return how often a step gathers each bucket, in a call."""
     targets = (action.target for action in plan.schedules[0].actions if action.verb is Verb.GATHER)
     return Counter(target.bucket for target in targets if isinstance(target, BucketRef))
-
-
-def _in_memory(problem: Problem) -> Problem:
-    """Return `problem` without more state or parameters on disk than there are already."""
-    params = problem.params
-    if any(param.in_file for param in params.values()):
-        params = {name: replace(param, in_file=False) for name, param in params.items()}
-    return replace(problem, disk=False, params=params)
 
 
 def _moved(problem: Problem, plan: Plan, going: tuple[BucketId, ...]) -> Plan:

@@ -336,7 +336,13 @@ def agreed_facts(
         return facts_of(problem, lines, ops, control.rank)
 
     _, texts = run_on_all_ranks(control, "facts to plan with", own_facts, facts_to_text)
-    facts = _facts_of_all(control, texts)
+    facts: list[RankFacts] = []
+    for place, text in enumerate(texts):
+        try:
+            facts.append(facts_from_text(text))
+        except ElixirError as error:
+            odd = ranks_at(control, [place])
+            raise RanksDiffer(odd, [f"{ranks_text(odd)} has another version of elixir_compile: {error}"]) from error
     _require_same(control, lines, [fact.digest for fact in facts])
     return ops, facts
 
@@ -440,18 +446,6 @@ def run_on_all_ranks(
     `what` names the exchange in error texts.
     """
     return control.run_on_all_ranks(what, make, text_of, {NoFeasiblePlan: attrgetter("args")})
-
-
-def _facts_of_all(control: ControlChannel, texts: Sequence[str]) -> list[RankFacts]:
-    """Return the facts of every rank. Raises RanksDiffer if a rank has a version of the package with another form."""
-    found: list[RankFacts] = []
-    for place, text in enumerate(texts):
-        try:
-            found.append(facts_from_text(text))
-        except ElixirError as error:
-            odd = ranks_at(control, [place])
-            raise RanksDiffer(odd, [f"{ranks_text(odd)} has another version of elixir_compile: {error}"]) from error
-    return found
 
 
 def _require_same(

@@ -449,8 +449,11 @@ class Player:
     def _await(self, name: str, done: Instant, returned: Instant) -> None:
         """Let the program wait for the update of a bucket, and compute for its way back to the device."""
         over_s = self.over_s
-        if name in self._late:
-            self._land_up_to(name)
+        if name in self._late:  # then the late copies up to it are issued first
+            since_s = _LONG_AGO_S
+            while name in self._late:
+                since_s = self._land()
+            self._stall(since_s, over_s[PROGRAM])
         if over_s[done] > _LONG_AGO_S:
             self._stall(over_s[done], over_s[PROGRAM])
             over_s[done] = _LONG_AGO_S
@@ -470,13 +473,6 @@ class Player:
         """Issue the copies that the thread of the updates has issued before the program goes on."""
         while self._waiting and self._waiting[0].since_s <= self.over_s[PROGRAM]:
             self._land()
-
-    def _land_up_to(self, name: str) -> None:
-        """Issue the late copies up to that of a bucket; the program waits for its update."""
-        since_s = _LONG_AGO_S
-        while name in self._late:
-            since_s = self._land()
-        self._stall(since_s, self.over_s[PROGRAM])
 
     def _land(self) -> float:
         since_s, name, allocated_s, over, is_gathered = heappop(self._waiting)

@@ -428,7 +428,13 @@ class ClassRule(UpdateRule):
         that is updated whole with their elements in the order in which the class keeps them; those of a parameter with
         a master in the dtypes of an fp32 parameter."""
         layouts: Mapping[str, StatisticLayout] = dict.fromkeys(self._narrow(group, updated_dtype(param)), _BF16)
-        state = _in_dtypes(state, self.state_layouts(param, group) if has_master(param) else layouts)
+        layouts = self.state_layouts(param, group) if has_master(param) else layouts
+        moved = {
+            name: value.to(layouts[name].dtype)
+            for name, value in state.items()
+            if name in layouts and isinstance(value, torch.Tensor) and value.dtype != layouts[name].dtype
+        }
+        state = {**state, **moved} if moved else state
         if self.updates_whole(param, group):
             like, layouts = own_shard(param).detach(), self.state_layouts(param, group)
             shapes = {name: own.shape or tuple(like.shape) for name, own in layouts.items()}
@@ -549,17 +555,6 @@ def _places(one: ParamUpdate, layouts: Mapping[str, StatisticLayout]) -> Mapping
     """Return memory for the statistics in `layouts` that `one` has not yet."""
     missing = ((name, layout) for name, layout in layouts.items() if name not in one.state)
     return {name: one.places[name] if name in one.places else layout.zeros(one.weight) for name, layout in missing}
-
-
-def _in_dtypes(state: State, layouts: Mapping[str, StatisticLayout]) -> State:
-    """Return `state` with its statistics in the dtypes of `layouts`."""
-    found = {
-        name: value.to(layouts[name].dtype)
-        for name in layouts.keys() & state.keys()
-        for value in [state[name]]
-        if isinstance(value, torch.Tensor) and value.dtype != layouts[name].dtype
-    }
-    return {**state, **found} if found else state
 
 
 def without(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:

@@ -425,7 +425,11 @@ class _Stages:
         for value, (formula, _) in self._ops.items():
             before = max((self._stage[operand] for operand in self._read(value)), default=0)
             self._stage[value] = before + 1 if expressions[formula] == BY_MKL else before
-        self._writes = {index: self._written_in(index, value) for index, value in form.outputs}
+        # An input is not written before any stage that reads it.
+        readers = {index: [own for own in self._ops if index in self._read(own)] for index, _ in form.outputs}
+        self._writes = {
+            index: max(self._stage[own] for own in (value, *readers[index])) for index, value in form.outputs
+        }
         self.num_stages = 1 + max((*self._stage.values(), *self._writes.values()))
         reads = [(operand, self._stage[value]) for value in self._ops for operand in self._read(value)]
         reads += [(value, self._writes[index]) for index, value in form.outputs]
@@ -466,11 +470,6 @@ class _Stages:
 
     def _is_root(self, value: int) -> bool:
         return self._torch_expressions[self._ops[value][0]] == BY_MKL
-
-    def _written_in(self, index: int, value: int) -> int:
-        """Return the stage that writes `value` to the input `index`: not before any stage that reads the input."""
-        readers = [other for other in self._ops if index in self._read(other)]
-        return max(self._stage[reader] for reader in (value, *readers))
 
 
 # Inductor is not used here: `torch.compile` of a class's step, with `cpp_wrapper` and `simdlen=256`, gives other bits

@@ -456,8 +456,12 @@ def flow_shops(runs: RunTables, *, counts_trips: bool = False) -> Shops:
         return Shops(forward_backward, _totals(runs), all_phases, whole_step, gates)
     if update is not Update.ACROSS_STEPS or prices.is_one_memory:
         phases = [*forward_backward, _updates(facts, prices, columns, is_early=is_early)]
-        updates = _host_updates(facts, prices, columns)
-        chains: list[Shop] = [Chain(name="backward and update", shops=(*shops, updates)) for shops in before]
+        updates = Table("update", (Lane.HOST,), 1, columns)  # all of them as one event
+        for i, level in of_buckets(facts, columns):
+            if facts.buckets[i].trainable and level.has_state_on_host and i not in facts.streamed:
+                updates.add(Lane.HOST, 0, (i, level), prices.host_update_s[facts.buckets[i].id])
+        phase = updates.phase()
+        chains: list[Shop] = [Chain(name="backward and update", shops=(*shops, phase)) for shops in before]
         return Shops(phases, chains if is_early else [], (1, 2), whole_step, gates)
     cycle = _CrossStepUpdates(runs, counts_trips=counts_trips)
     phases = [cycle.before_forward(), *forward_backward]
@@ -505,15 +509,6 @@ def _updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int], *, is_
                 overlaps = prices.lane_of[lane] is not Lane.COMPUTE
                 (host if overlaps else device).add(lane if overlaps else Lane.COMPUTE, i, (i, level), seconds)
     return [device.phase()] if is_serial else [device.phase(), host.phase()]
-
-
-def _host_updates(facts: Facts, prices: Prices, columns: Mapping[Choice, int]) -> Phase:
-    """Return all updates by the host as one event."""
-    table = Table("update", (Lane.HOST,), 1, columns)
-    for i, level in of_buckets(facts, columns):
-        if facts.buckets[i].trainable and level.has_state_on_host and i not in facts.streamed:
-            table.add(Lane.HOST, 0, (i, level), prices.host_update_s[facts.buckets[i].id])
-    return table.phase()
 
 
 def _totals(runs: RunTables) -> list[Shop]:

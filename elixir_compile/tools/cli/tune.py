@@ -396,8 +396,10 @@ def loop_of(setting: Setting, states: States, request: TuneRequest) -> str:
     cluster = request.plan.cluster()
     if cluster is not None and cluster.num_ranks > 1:
         lines.insert(0, "# on each rank, after elixir.prepare(model, mesh=...)")
+    texts = [f'"{value}"' if isinstance(value, str) else repr(value) for value in options.values()]
+    literal = ", ".join(f'"{name}": {text}' for name, text in zip(options, texts, strict=True))
     lines += [
-        f'compiled = torch.compile(model, backend="elixir", options={_literal(options)})',
+        f'compiled = torch.compile(model, backend="elixir", options={{{literal}}})',
         f"optimizer = elixir.HybridAdamW(model.parameters()){states.remark(setting.state_bytes)}",
         "",
         f"for number, batch in enumerate(loader, start=1):  # {setting.rows} x {request.plan.seq} tokens on each rank",
@@ -411,14 +413,6 @@ def loop_of(setting: Setting, states: States, request: TuneRequest) -> str:
         lines.append(f"    if number % {setting.forwards} == 0:")
         indent = "        "
     return "\n".join([*lines, f"{indent}optimizer.step()", f"{indent}optimizer.zero_grad()"])
-
-
-def _literal(options: dict[str, object]) -> str:
-    """Return `options` as Python source with double quotes."""
-    entries = (
-        f'"{name}": ' + (f'"{value}"' if isinstance(value, str) else repr(value)) for name, value in options.items()
-    )
-    return "{" + ", ".join(entries) + "}"
 
 
 def _as_json(tuned: Tuned, request: TuneRequest) -> dict[str, object]:

@@ -269,7 +269,11 @@ class MemorySchedule:
         __tracebackhide__ = True
         limit_bytes = _limit_bytes(limit)
         if self.peak_bytes > limit_bytes:
-            raise AssertionError(f"{_above('planned', self.peak_bytes, limit_bytes)}\n{self._peak_text()}")
+            held = [(nbytes, layer, kind) for layer, own in self.layer_bytes().items() for kind, nbytes in own.items()]
+            held.sort(key=lambda one: -one[0])
+            rows = [(layer, str(kind), format_bytes(nbytes)) for nbytes, layer, kind in held[:_MOST_LAYERS]]
+            largest = f"the largest at {self.peak.op}:\n{table_text(('', 'kind', 'bytes'), rows)}"
+            raise AssertionError(f"{_above('planned', self.peak_bytes, limit_bytes)}\n{largest}")
         if self.measured is not None and self.measured.device_peak_bytes > limit_bytes:
             said = _above("measured", self.measured.device_peak_bytes, limit_bytes)
             raise AssertionError(f"{said}; planned were {format_bytes(self.peak_bytes)}")
@@ -372,13 +376,6 @@ class MemorySchedule:
         lines += [] if self.measured is None else [measured_line(self.measured, self.plan)]
         return "\n".join([*lines, "", timeline_text(self.timeline), "", _layers_text(self.layers.values())])
 
-    def _peak_text(self) -> str:
-        """Return the largest holders of bytes at the peak, a line each."""
-        held = [(nbytes, layer, kind) for layer, own in self.layer_bytes().items() for kind, nbytes in own.items()]
-        held.sort(key=lambda one: -one[0])
-        rows = [(layer, str(kind), format_bytes(nbytes)) for nbytes, layer, kind in held[:_MOST_LAYERS]]
-        return f"the largest at {self.peak.op}:\n{table_text(('', 'kind', 'bytes'), rows)}"
-
     def _named(self, pattern: str) -> list[LayerRow]:
         """Return the rows that `pattern` names. Raises UnknownSubject if there are none."""
         found = [row for layer, row in self.layers.items() if is_named(layer, pattern)]
@@ -405,7 +402,9 @@ def is_named(path: str, pattern: str) -> bool:
 def _refuse(rows: Sequence[LayerRow], expected: str) -> NoReturn:
     """Raise AssertionError with the text `expected`, the table of `rows`, and the planner's reasons."""
     __tracebackhide__ = True
-    raise AssertionError(f"expected {expected}; these layers are not so:\n{_layers_text(rows)}{_whys(rows)}")
+    because = dict.fromkeys(f"\n{one.subject}: {one.because}" for row in rows for one in row.decisions if one.because)
+    whys = "".join(list(because)[:_MOST_REASONS])
+    raise AssertionError(f"expected {expected}; these layers are not so:\n{_layers_text(rows)}{whys}")
 
 
 def _limit_bytes(limit: "str | int") -> int:
@@ -436,9 +435,3 @@ def _layers_text(rows: Iterable[LayerRow]) -> str:
 
 def _said(nbytes: "Mapping[Tier, int] | Mapping[str, int]") -> str:
     return ", ".join(f"{name} {format_bytes(count)}" for name, count in nbytes.items() if count) or "-"
-
-
-def _whys(rows: Iterable[LayerRow]) -> str:
-    """Return why the planner chose as it did, a line for each different reason."""
-    reasons = dict.fromkeys(f"{one.subject}: {one.because}" for row in rows for one in row.decisions if one.because)
-    return "".join(f"\n{reason}" for reason in list(reasons)[:_MOST_REASONS])
