@@ -12,7 +12,7 @@ import elixir_compile as elixir
 from elixir_compile.base.errors import GradientsChanged
 from elixir_compile.graph.capture.modules import executor_of
 from elixir_compile.ir import Tier, Update
-from tests.run.models import ShortStack, seeded, vectors
+from tests.run.models import Stack, seeded, vectors
 from tests.run.training import (
     Run,
     assert_offloads,
@@ -53,7 +53,7 @@ def pair(model: torch.nn.Module, batch: Any, **options: Any) -> tuple[Run, Run]:
 
 
 def test_state_equals_torchs_and_lives_where_the_plan_says() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected, got = pair(model, batches[0])
     expected.train(batches)
     got.train(batches)
@@ -66,7 +66,7 @@ def test_state_equals_torchs_and_lives_where_the_plan_says() -> None:
 
 
 def test_state_stays_on_the_host_while_parameters_stay_on_the_device() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected = by_torch(model).train(batches)
     full = planned_peak_bytes(by_elixir(model).train(batches[:1]))
     got = by_elixir(model, device_memory=int(0.8 * full)).train(batches)
@@ -76,15 +76,15 @@ def test_state_stays_on_the_host_while_parameters_stay_on_the_device() -> None:
 
 
 def test_a_state_dict_continues_in_torch_and_back() -> None:
-    model, batches = seeded(ShortStack), vectors(6)
+    model, batches = seeded(Stack), vectors(6)
     expected, got = pair(model, batches[0])
     expected.train(batches)
     got.train(batches[:2])
-    plain = by_torch(seeded(ShortStack))
+    plain = by_torch(seeded(Stack))
     plain.model.load_state_dict(got.model.state_dict())
     plain.optimizer.load_state_dict(got.optimizer.state_dict())
     plain.train(batches[2:4])
-    back = by_elixir(seeded(ShortStack), device_memory=tight_bytes(model, batches[0]))
+    back = by_elixir(seeded(Stack), device_memory=tight_bytes(model, batches[0]))
     back.train(batches[4:5])
     back.model.load_state_dict(plain.model.state_dict())
     back.optimizer.load_state_dict(copy.deepcopy(plain.optimizer.state_dict()))
@@ -98,7 +98,7 @@ def test_a_state_dict_continues_in_torch_and_back() -> None:
     "options", [{"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.3, "betas": (0.5, 0.9), "eps": 1e-3}]
 )
 def test_every_option_of_adamw(options: dict[str, Any]) -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected = by_torch(model, optimizer=lambda params: fused_adamw(params, **options)).train(batches)
 
     def hybrid(params: Any) -> torch.optim.Optimizer:
@@ -114,7 +114,7 @@ def test_groups_with_their_own_learning_rate() -> None:
         params = list(params)
         return [{"params": params[:7], "lr": 1e-3}, {"params": params[7:], "weight_decay": 0.0}]
 
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected = by_torch(model, optimizer=lambda params: fused_adamw(groups(params))).train(batches)
 
     def hybrid(params: Any) -> torch.optim.Optimizer:
@@ -126,7 +126,7 @@ def test_groups_with_their_own_learning_rate() -> None:
 
 
 def test_a_learning_rate_scheduler() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     runs = pair(model, batches[0])
     for run in runs:
         scheduler = torch.optim.lr_scheduler.OneCycleLR(run.optimizer, max_lr=0.1, total_steps=5)
@@ -139,7 +139,7 @@ def test_a_learning_rate_scheduler() -> None:
 
 
 def test_closures_and_optimizer_hooks() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     runs = pair(model, batches[0])
     told: dict[int, list[str]] = {}
 
@@ -166,7 +166,7 @@ def autocast_step(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 
 def test_bfloat16_autocast() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         # The weights' casts are saved for the backward, so the least budget is a larger one.
         expected, got = pair(model, batches[0])
@@ -179,7 +179,7 @@ def test_bfloat16_autocast() -> None:
 
 
 def test_a_bfloat16_model() -> None:
-    model, batches = seeded(ShortStack).bfloat16(), [batch.bfloat16() for batch in vectors()]
+    model, batches = seeded(Stack).bfloat16(), [batch.bfloat16() for batch in vectors()]
     expected, got = pair(model, batches[0])
     expected.train(batches)
     got.train(batches)
@@ -188,7 +188,7 @@ def test_a_bfloat16_model() -> None:
 
 
 def test_float16_scaler_skips_an_overflow_completely() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     with torch.autocast("cpu", dtype=torch.float16):
         runs = pair(model, batches[0])
     for run in runs:
@@ -228,7 +228,7 @@ def test_a_plain_torch_optimizer_trains_a_prepared_model(make: str) -> None:
         "AdamW fused": fused_adamw,
         "Adafactor": lambda params: torch.optim.Adafactor(params, lr=1e-2),
     }
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected = by_torch(model, optimizer=optimizers[make]).train(batches)
     held = [value for entry in expected.optimizer.state.values() for value in entry.values()]
     state_bytes = sum(value.nbytes for value in held if isinstance(value, torch.Tensor))
@@ -240,7 +240,7 @@ def test_a_plain_torch_optimizer_trains_a_prepared_model(make: str) -> None:
 
 
 def test_a_pickled_optimizer_continues() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected, got = pair(model, batches[0])
     expected.train(batches)
     got.train(batches[:2])

@@ -21,7 +21,7 @@ from elixir_compile.search.problem import question_of
 from elixir_compile.session.plan_files import load_plan_for, load_plan_or_record, load_question, question_path
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_calls import small_pair
-from tests.run.models import ShortStack, Stack, seeded, small_gpt2, vectors
+from tests.run.models import Stack, seeded, small_gpt2, vectors
 from tests.run.training import (
     Run,
     Step,
@@ -118,7 +118,7 @@ def finish(optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor
 def test_weights_equal_those_of_torch(step: Step) -> None:
     # Without donated buffers, which is how torch runs a graph twice.
     with torch._functorch.config.patch(donated_buffer=False):
-        model, batches = seeded(ShortStack), vectors()
+        model, batches = seeded(Stack), vectors()
         expected = by_torch(model).train(batches, step)
         # A forward whose backward is still to come holds what it saved; 1.3 times the budget of one is enough for two.
         budget = int(1.3 * tight_bytes(model, batches[0]))
@@ -128,7 +128,7 @@ def test_weights_equal_those_of_torch(step: Step) -> None:
 
 
 def test_hooks_on_parameters_fire_with_the_gradient() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected = by_torch(model)
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     seen: dict[int, list[torch.Tensor]] = {}
@@ -153,7 +153,7 @@ def sorted_by_size(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def test_a_gradient_still_referenced_keeps_its_values() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     run = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:1])
     held: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -169,7 +169,7 @@ def test_a_gradient_still_referenced_keeps_its_values() -> None:
 
 
 def test_a_step_between_forward_and_backward_is_refused() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:2])
     got = by_elixir(model, device_memory=int(1.3 * tight_bytes(model, batches[0]))).train(batches[:1])
     loss = loss_of(got.compiled, batches[1])
@@ -185,7 +185,7 @@ def test_a_step_between_forward_and_backward_is_refused() -> None:
 
 
 def test_a_resident_copy_is_never_older_than_its_parameter() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches, a_forward_without_backward)
     full = planned_peak_bytes(by_elixir(model).train(batches[:1]))
     # The paper's rule keeps copies first.
@@ -228,7 +228,7 @@ def test_an_exception_in_the_forward_leaves_a_usable_model(verb: str, monkeypatc
 
 @pytest.mark.parametrize("verb", ["reduce", "offload", "release"])
 def test_an_exception_in_the_backward_leaves_a_usable_model(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:3])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
     loss = loss_of(got.compiled, batches[3])
@@ -256,7 +256,7 @@ def fail_at_call(run: Run, verb: str, number: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_an_exception_beside_the_compiled_backward_leaves_a_usable_model() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:3])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
     x = batches[3].clone().requires_grad_()
@@ -267,7 +267,7 @@ def test_an_exception_beside_the_compiled_backward_leaves_a_usable_model() -> No
 
 
 def test_two_models_of_one_class_do_not_share_parameters() -> None:
-    first, second = seeded(ShortStack), ShortStack()
+    first, second = seeded(Stack), Stack()
     batches = vectors()
     expected = [by_torch(model).train(batches) for model in (first, second)]
     torch._dynamo.reset()
@@ -286,7 +286,7 @@ def test_two_models_of_one_class_do_not_share_parameters() -> None:
 
 @pytest.mark.slow
 def test_two_models_in_one_process_train_in_turn() -> None:
-    gpt, stack = small_gpt2(), seeded(ShortStack)
+    gpt, stack = small_gpt2(), seeded(Stack)
     ids = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 128, (3, 2, 16))]
     expected = by_torch(gpt).train(ids), by_torch(stack).train(vectors())
     budgets = tight_bytes(gpt, ids[0]), tight_bytes(stack, vectors()[0])
@@ -300,7 +300,7 @@ def test_two_models_in_one_process_train_in_turn() -> None:
 
 
 def test_threads_train_one_model_in_turn() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches)
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     failures: list[BaseException] = []
@@ -322,7 +322,7 @@ def test_threads_train_one_model_in_turn() -> None:
 
 def test_a_second_forward_offloads_the_first_if_both_do_not_fit() -> None:
     """Under the least budget of one, what waits goes to the host, and nothing is left of a forward without backward."""
-    model, batches = seeded(ShortStack), vectors(3)
+    model, batches = seeded(Stack), vectors(3)
     expected = by_torch(model).train(batches, two_forwards_then_two_backwards)
     budget_bytes = tight_bytes(model, batches[0])
     got = by_elixir(model, device_memory=budget_bytes).train(batches[:1], two_forwards_then_two_backwards)
@@ -334,7 +334,7 @@ def test_a_second_forward_offloads_the_first_if_both_do_not_fit() -> None:
 
 
 def test_gradients_of_inputs_are_those_of_torch() -> None:
-    model, batch = seeded(ShortStack), vectors(1)[0]
+    model, batch = seeded(Stack), vectors(1)[0]
     grads = []
     for run in (by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batch))):
         x = batch.clone().requires_grad_()
@@ -346,7 +346,7 @@ def test_gradients_of_inputs_are_those_of_torch() -> None:
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_retain_graph_works_after_a_backward_without_it(inner: str) -> None:
     """The first backward decides how AOTAutograd compiles it, not what later ones may do."""
-    model = ShortStack()
+    model = Stack()
     compiled = torch.compile(model, backend="elixir", options={"inner": inner, "plan_cache": False, "report": False})
     (batch,) = vectors()[:1]
     for retains in (False, True, False, True):

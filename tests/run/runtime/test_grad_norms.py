@@ -19,7 +19,7 @@ from elixir_compile.runtime.bucket import is_slab_memory
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.measure import Resident
 from elixir_compile.runtime.placed import check_move
-from tests.run.models import ShortStack, Stack, seeded, vectors
+from tests.run.models import Stack, seeded, vectors
 from tests.run.optim.test_mixed_precision import mixed_run
 from tests.run.training import (
     Rows,
@@ -229,7 +229,7 @@ def test_each_parameter_of_a_sum_has_a_gradient_of_its_own() -> None:
 
 
 def test_gradients_that_accumulate_take_turns_in_two_slabs() -> None:
-    model, batches = seeded(ShortStack), vectors(8)
+    model, batches = seeded(Stack), vectors(8)
     run = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     seen: set[int] = set()
 
@@ -250,7 +250,7 @@ def test_gradients_that_accumulate_take_turns_in_two_slabs() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_a_model_cast_after_its_capture_is_refused(dtype: torch.dtype) -> None:
-    model, batches = seeded(ShortStack), vectors(1)
+    model, batches = seeded(Stack), vectors(1)
     for budget in (None, tight_bytes(model, batches[0])):
         run = by_elixir(model, device_memory=budget).train(batches)
         run.model.to(dtype)
@@ -259,7 +259,7 @@ def test_a_model_cast_after_its_capture_is_refused(dtype: torch.dtype) -> None:
 
 
 def test_nobody_else_holds_the_autograd_nodes_of_a_model() -> None:
-    run = by_elixir(seeded(ShortStack), device_memory=None).train(vectors(2))
+    run = by_elixir(seeded(Stack), device_memory=None).train(vectors(2))
     slots = [slot for slot in executor_of(run.model).slots.values() if slot.param.requires_grad]
     assert not any(slot.has_node_holders for slot in slots)
     held = slots[0].param.expand_as(slots[0].param).grad_fn.next_functions[0][0]
@@ -306,7 +306,7 @@ def test_loaded_state_of_every_group_goes_where_the_plan_says() -> None:
 
 
 def test_state_that_was_dropped_starts_from_zero() -> None:
-    model, batches = seeded(ShortStack), vectors(2)
+    model, batches = seeded(Stack), vectors(2)
     run = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     plain = by_torch(model)
     for batch in batches:

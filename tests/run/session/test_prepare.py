@@ -27,7 +27,7 @@ from elixir_compile.session.plan_files import load_answered, load_question
 from elixir_compile.session.step_profiler import Progress
 from elixir_compile.step import plan_timeline, verify
 from elixir_compile.tools.cli import demo
-from tests.run.models import WIDTH, ShortStack, Stack, Tied, hf_batches, seeded, small_gpt2, vectors
+from tests.run.models import WIDTH, Stack, Tied, hf_batches, seeded, small_gpt2, vectors
 from tests.run.training import (
     assert_offloads,
     assert_same,
@@ -61,7 +61,7 @@ def test_prepare_changes_no_state_dict_key_and_no_value() -> None:
 
 
 def test_prepare_twice_changes_nothing() -> None:
-    model = elixir.prepare(seeded(ShortStack), device="cpu")
+    model = elixir.prepare(seeded(Stack), device="cpu")
     executor, kind = executor_of(model), type(model.head)
     assert elixir.prepare(model) is model
     assert executor_of(model) is executor
@@ -72,7 +72,7 @@ def test_prepare_twice_changes_nothing() -> None:
 
 def test_a_model_on_meta_is_created_on_the_host() -> None:
     with torch.device("meta"):
-        model = ShortStack()
+        model = Stack()
     with pytest.raises(elixir.NotPrepared, match="device"):
         elixir.prepare(model)
     elixir.prepare(model, device="cpu")
@@ -82,7 +82,7 @@ def test_a_model_on_meta_is_created_on_the_host() -> None:
     assert torch.equal(weights["blocks.0.norm.weight"], torch.ones(WIDTH))
     batches = vectors()
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0]))
-    expected = by_torch(ShortStack())
+    expected = by_torch(Stack())
     expected.model.load_state_dict(weights)
     assert_same(expected.train(batches), got.train(batches))
 
@@ -95,7 +95,7 @@ def test_tied_weights_of_a_model_on_meta_stay_tied() -> None:
 
 
 def test_a_prepared_model_trains_uncompiled() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     expected, own = copy.deepcopy(model), elixir.prepare(copy.deepcopy(model))
     losses = []
     for module in (expected, own):
@@ -135,7 +135,7 @@ def test_another_backend_gives_no_gradient_where_torch_gives_none(ends: tuple[in
 
 
 def test_an_offloaded_model_runs_uncompiled() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:2])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
     assert_offloads(got)
@@ -146,7 +146,7 @@ def test_an_offloaded_model_runs_uncompiled() -> None:
 
 
 def test_evaluation_between_steps_changes_nothing() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     runs = by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     seen: list[list[float]] = []
     for run in runs:
@@ -182,7 +182,7 @@ def test_generation_between_steps_equals_torch() -> None:
 
 
 def test_save_pretrained_and_from_pretrained_keep_the_weights(tmp_path: Path) -> None:
-    model, batches = small_gpt2(num_layers=1), hf_batches(4)
+    model, batches = small_gpt2(num_layers=2), hf_batches(4)
     expected = by_torch(model).train(batches[:3])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:3])
     assert_offloads(got)
@@ -194,9 +194,9 @@ def test_save_pretrained_and_from_pretrained_keep_the_weights(tmp_path: Path) ->
 
 @pytest.mark.parametrize("start", [by_elixir, by_elixir_unprepared])
 def test_a_state_dict_loads_before_and_after_the_first_step(start: Callable) -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     torch.manual_seed(5)
-    other, third = ShortStack().state_dict(), ShortStack().state_dict()
+    other, third = Stack().state_dict(), Stack().state_dict()
     runs = by_torch(model), start(model, device_memory=tight_bytes(model, batches[0]))
     for run in runs:
         run.model.load_state_dict(other)
@@ -208,7 +208,7 @@ def test_a_state_dict_loads_before_and_after_the_first_step(start: Callable) -> 
 
 
 def test_a_state_dict_is_saved_and_loaded_by_tensor() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
     file = io.BytesIO()
     torch.save({"head.weight": got.model.state_dict()["head.weight"]}, file)
@@ -219,7 +219,7 @@ def test_a_state_dict_is_saved_and_loaded_by_tensor() -> None:
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_of_a_prepared_model_is_a_plain_working_model(copied: Callable[[nn.Module], nn.Module]) -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     expected = by_torch(model).train(batches[:2])
     got = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches[:2])
     assert_offloads(got)
@@ -236,7 +236,7 @@ def test_a_copy_of_a_prepared_model_is_a_plain_working_model(copied: Callable[[n
 
 
 def test_a_parameter_frozen_later_no_longer_changes_and_trains_again_when_thawed() -> None:
-    model, batches = seeded(ShortStack), vectors(6)
+    model, batches = seeded(Stack), vectors(6)
     runs = by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     for run in runs:
         frozen = run.model._modules["blocks"][1]._modules["up"]._parameters["weight"]
@@ -268,7 +268,7 @@ def test_a_parameter_that_was_frozen_before_preparing_trains_when_thawed() -> No
 
 
 def test_a_thawed_parameter_trains_at_once_uncompiled() -> None:
-    model, batch = seeded(ShortStack), vectors(1)[0]
+    model, batch = seeded(Stack), vectors(1)[0]
     weight = model.head.weight.requires_grad_(False)
     elixir.prepare(model)
     weight.requires_grad_(True)
@@ -277,7 +277,7 @@ def test_a_thawed_parameter_trains_at_once_uncompiled() -> None:
 
 
 def test_compiled_code_does_not_keep_the_first_batch() -> None:
-    model = seeded(ShortStack)
+    model = seeded(Stack)
     compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager", "plan_cache": False})
     batch = vectors()[0].clone()
     gone = weakref.ref(batch)
@@ -288,7 +288,7 @@ def test_compiled_code_does_not_keep_the_first_batch() -> None:
 
 
 def test_a_larger_batch_is_planned_before_it_runs() -> None:
-    model = seeded(ShortStack)
+    model = seeded(Stack)
     small, large = vectors(2, rows=8), vectors(2, rows=64)
     budget = tight_bytes(model, large[0])
     runs = by_torch(model), by_elixir(model, device_memory=budget)
@@ -300,7 +300,7 @@ def test_a_larger_batch_is_planned_before_it_runs() -> None:
 
 
 def test_a_batch_too_large_for_the_budget_is_refused_before_it_runs() -> None:
-    model = seeded(ShortStack)
+    model = seeded(Stack)
     small, large = vectors(3, rows=8), vectors(3, rows=2048)
     middle = vectors(1, rows=16)
     budget = tight_bytes(model, middle[0])
@@ -315,7 +315,7 @@ def test_a_batch_too_large_for_the_budget_is_refused_before_it_runs() -> None:
 
 
 def test_parameters_moved_by_the_user_return_to_their_home() -> None:
-    model, batches = seeded(ShortStack), vectors(4)
+    model, batches = seeded(Stack), vectors(4)
     runs = by_torch(model), by_elixir(model, device_memory=tight_bytes(model, batches[0]))
     for run in runs:
         run.train(batches[:2])
@@ -327,7 +327,7 @@ def test_parameters_moved_by_the_user_return_to_their_home() -> None:
 
 
 def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     first = by_elixir(model, device_memory=tight_bytes(model, batches[0])).train(batches)
     compilation = elixir.compilations(first.model)[0]
     plan = compilation.plan
@@ -350,7 +350,7 @@ def test_a_saved_plan_is_followed(tmp_path: Path) -> None:
 
 
 def test_training_under_the_smallest_feasible_budget_equals_eager_training() -> None:
-    model, batches = seeded(ShortStack), vectors()
+    model, batches = seeded(Stack), vectors()
     got = by_elixir(model, device_memory=least_bytes(model, batches[0])).train(batches)
     assert_offloads(got)
     assert_same(by_torch(model).train(batches), got)
@@ -379,7 +379,7 @@ def default_device(name: str) -> Iterator[None]:
     ["tight", "micro-batches", *(pytest.param(how, marks=pytest.mark.slow) for how in ("free", "offload", "sgd"))],
 )
 def test_training_under_another_default_device_is_bitwise_the_same(how: str) -> None:
-    model, batches = seeded(ShortStack), vectors(3)
+    model, batches = seeded(Stack), vectors(3)
     options: dict[str, object] = {"planner": "greedy", "plan_cache": False}
     options |= {"offload": {"activations": "offload"}, "micro-batches": {"micro_batches": 2}}.get(how, {})
     optimizer = momentum if how == "sgd" else hybrid_adamw
@@ -409,7 +409,7 @@ def test_masters_and_saved_weights_under_another_default_device() -> None:
     states, batches = [], vectors(3)
     for name in ("cpu", "meta"):
         torch._dynamo.reset()
-        model = elixir.prepare(seeded(ShortStack), param_dtype="bfloat16")
+        model = elixir.prepare(seeded(Stack), param_dtype="bfloat16")
         optimizer = hybrid_adamw(model.parameters())
         compiled = torch.compile(model, backend="elixir", options={"inner": "aot_eager"})
         with default_device(name):
@@ -426,7 +426,7 @@ def momentum(params: Iterator[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def test_a_first_call_prepares_and_clips_under_another_default_device() -> None:
-    model, batches = seeded(ShortStack), vectors(2)
+    model, batches = seeded(Stack), vectors(2)
     runs = [by_elixir_unprepared(model, plan_cache=False) for _ in range(2)]
     norms = []
     for run, name in zip(runs, ("cpu", "meta"), strict=True):
