@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -209,19 +209,44 @@ class Gathers:
             copy = bucket.current_copy()
             if copy is not None:
                 return Transfer(name, None, copy)
-            read = self._read_shard(bucket, name) if isinstance(bucket, ShardedDiskBucket) else None
+            read = None
+            if isinstance(bucket, ShardedDiskBucket):
+                dtype = bucket.slots[0].param.dtype
+                nbytes = bucket.own_numel * dtype.itemsize
+                read = self._gather(bucket, name, nbytes, lambda flat: (flat.view(dtype),), is_shard=True)
+                self._read(read, bucket)
             return ShardGather(bucket, self._lanes, self._ledger, read)
         if not bucket.is_away:
             bucket.queued.wait()
         copy = bucket.current_copy() if bucket.queued.is_empty else None
         if copy is not None:
             return Transfer(name, None, copy)
-        # Compute uses and frees it. The program waits for the copy before both.
-        flat = self._lanes.empty(bucket.flat_bytes)
+        gather = self._gather(bucket, name, bucket.flat_bytes, bucket.cut)
+        if isinstance(bucket, DiskBucket):
+            self._read(gather, bucket)
+        elif bucket.queued.follow(gather.begin):
+            self._late.add(gather)
+        else:
+            gather.ensure_issued()
+        return gather
+
+    def _gather(
+        self,
+        bucket: RunningBucket,
+        name: str,
+        nbytes: int,
+        cut: Callable[[torch.Tensor], tuple[torch.Tensor, ...]],
+        *,
+        is_shard: bool = False,
+    ) -> Gather:
+        """Return a copy of `bucket`, or of this rank's shard, to `nbytes` on the device, which has not begun. `cut`
+        returns its values in these bytes."""
+        # Compute uses and frees them. The program waits for the copy before both.
+        flat = self._lanes.empty(nbytes)
         self._ledger.takes(name, (flat,))
         with torch.DisableTorchFunctionSubclass():  # `cut` reads shapes only, not the values of a queued update
-            values = bucket.cut(flat)
-        gather = Gather(
+            values = cut(flat)
+        return Gather(
             name,
             None,
             values,
@@ -231,34 +256,8 @@ class Gathers:
             ledger=self._ledger,
             allocated=self._lanes.mark_compute(),
             graph=self._ledger.graph,
+            is_shard=is_shard,
         )
-        if isinstance(bucket, DiskBucket):
-            self._read(gather, bucket)
-        elif bucket.queued.follow(gather.begin):
-            self._late.add(gather)
-        else:
-            gather.ensure_issued()
-        return gather
-
-    def _read_shard(self, bucket: ShardedDiskBucket, name: str) -> Gather:
-        """Start reading this rank's shard of `bucket` from the disk to the device."""
-        dtype = bucket.slots[0].param.dtype
-        flat = self._lanes.empty(bucket.own_numel * dtype.itemsize)
-        self._ledger.takes(name, (flat,))
-        shard = Gather(
-            name,
-            None,
-            (flat.view(dtype),),
-            bucket=bucket,
-            flat=flat,
-            lanes=self._lanes,
-            ledger=self._ledger,
-            allocated=self._lanes.mark_compute(),
-            graph=self._ledger.graph,
-            is_shard=True,
-        )
-        self._read(shard, bucket)
-        return shard
 
     def _read(self, gather: Gather, bucket: DiskBucket) -> None:
         """Start reading `bucket` from the disk, behind its queued update and earlier gathers; then those that came next
