@@ -223,17 +223,19 @@ ROUGH_DISK_BYTES_PER_S = 1e9
 def disk_s(bucket: Bucket, cluster: Cluster) -> float:
     """Return the seconds to read and write back the optimizer state of `bucket` on each rank of a node, which share the
     disk."""
-    return disk_both_ways_s(bucket.shard_state_nbytes() * cluster.num_local_ranks, cluster)
+    return disk_both_ways_s(bucket.shard_state_nbytes(), cluster)
 
 
 def disk_both_ways_s(nbytes: int, cluster: Cluster) -> float:
-    """Return the seconds in which the ranks of a node read `nbytes` in all from the disk and write them back."""
-    return disk_read_s(nbytes, cluster) + nbytes / (cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
+    """Return the seconds in which each rank of a node reads `nbytes` from the disk that they share, and writes them
+    back."""
+    write_bytes_per_s = cluster.host.disk_write_bytes_per_s or ROUGH_DISK_BYTES_PER_S
+    return disk_read_s(nbytes, cluster) + nbytes * cluster.num_local_ranks / write_bytes_per_s
 
 
 def disk_read_s(nbytes: int, cluster: Cluster) -> float:
-    """Return the seconds in which the ranks of a node read `nbytes` in all from the disk."""
-    return nbytes / (cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
+    """Return the seconds in which each rank of a node reads `nbytes` from the disk that they share."""
+    return nbytes * cluster.num_local_ranks / (cluster.host.disk_read_bytes_per_s or ROUGH_DISK_BYTES_PER_S)
 
 
 def host_memory_bytes_per_s(cluster: Cluster) -> float:

@@ -210,9 +210,7 @@ def prices(
         device_update_s=device_update_s,
         host_update_s=host_update_s,
         disk_s={bucket.id: disk_s(bucket, cluster) for bucket in buckets},
-        param_disk_s={
-            b.id: disk_both_ways_s(b.shard_nbytes() * cluster.num_local_ranks, cluster) for b in buckets if b.trainable
-        },
+        param_disk_s={own.id: disk_both_ways_s(own.shard_nbytes(), cluster) for own in buckets if own.trainable},
         reads={bucket.id: _read(bucket, cluster) for bucket in buckets},
         lane_of=lane_of,
         sharded=sharded_buckets(buckets),
@@ -232,7 +230,7 @@ def _read(bucket: Bucket, cluster: Cluster) -> tuple[float, int]:
     """Return the seconds in which each rank of a node reads its parameters of `bucket` from the disk, and the number of
     pieces."""
     nbytes = bucket.shard_nbytes()
-    return disk_read_s(nbytes * cluster.num_local_ranks, cluster), max(-(-nbytes // GATHER_STAGING_BYTES), 1)
+    return disk_read_s(nbytes, cluster), max(-(-nbytes // GATHER_STAGING_BYTES), 1)
 
 
 def _host_memory(buckets: Sequence[Bucket], away: Sequence[Activations], cluster: Cluster) -> HostMemory:
