@@ -14,7 +14,7 @@ from elixir_compile.base.errors import ElixirWarning, InvalidOption, PlanFileErr
 from elixir_compile.ir import Kind, Plan, StepGraph
 from elixir_compile.ir.share import STATE_TOLERANCE, Share, batch_of, check_shares, equal_shares, shares_to_json
 from elixir_compile.runtime.distributed.errors import RanksDiffer
-from elixir_compile.runtime.distributed.ranks import Ranks
+from elixir_compile.runtime.distributed.ranks import Ranks, require_alike
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.search import Problem
 from elixir_compile.search.schedule import skeleton_of
@@ -366,10 +366,7 @@ def weigh_batches(executor: Executor, num_samples: int) -> None:
     if executor.tensor_axis is not None:
         of_rank = dict(zip(control.ranks, samples, strict=True))
         for ranks in executor.tensor_axis.rank_groups:
-            odd = [rank for rank in ranks if of_rank[rank] != of_rank[ranks[0]]]
-            if odd:
-                said = [f"rank {rank} weighs its batch by {of_rank[rank]} samples" for rank in ranks]
-                raise RanksDiffer(odd, said, _SAME_BATCH)
+            require_alike({rank: of_rank[rank] for rank in ranks}, _SAME_BATCH)
     if executor.ranks is not None:
         executor.ranks.weigh_by(samples)
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -364,6 +364,15 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return platform_of(torch.device(mesh.device_type)).current()
 
 
+def require_alike(samples: Mapping[int, int], fix: str) -> None:
+    """Raise RanksDiffer with the advice `fix` unless all ranks weigh their batches by one number of `samples`."""
+    first = next(iter(samples.values()))
+    odd = [rank for rank, num in samples.items() if num != first]
+    if odd:
+        said = [f"rank {rank} weighs its batch by {num} samples" for rank, num in samples.items()]
+        raise RanksDiffer(odd, said, fix)
+
+
 class Ranks:
     """The ranks of `mesh`: shards along its last axis, and copies of each shard along the first axis of two.
 
@@ -390,6 +399,8 @@ class Ranks:
         """The weight of this rank's gradients in the mean."""
         self._samples: tuple[int, ...] = ()
         """The number by which each rank weights its gradients, in the order of the mesh; empty if none does."""
+        self._is_weighed = False
+        """Whether these numbers differ."""
         self._own_collective = ""
         """A collective of the model itself between these ranks, in words; empty if its graphs have none."""
         self.shares: tuple[Share, ...] = ()
@@ -471,7 +482,7 @@ class Ranks:
         if min(samples) < 0 or sum(samples) == 0:
             raise ValueError(f"the ranks have {samples} samples: needs 0 or more each, and one at least")
         self._require_alike(samples, self._own_collective)
-        self._samples = tuple(samples)
+        self._samples, self._is_weighed = tuple(samples), len(set(samples)) > 1
         weights = {
             rank: num * len(samples) / sum(samples) for rank, num in zip(self.control.ranks, samples, strict=True)
         }
@@ -487,20 +498,13 @@ class Ranks:
         self._own_collective = collective
 
     def _require_alike(self, samples: Sequence[int], collective: str) -> None:
-        if not collective or len(set(samples)) < 2:
-            return
-        of_rank = dict(zip(self.control.ranks, samples, strict=True))
-        odd = [rank for rank, num in of_rank.items() if num != samples[0]]
-        fix = (
-            f"The model itself has {collective}: the loss of a rank reaches parameters through other ranks, so its "
-            "gradients are added up with the weights of those. Give every rank as many rows, without `weigh` or with "
-            "the same number."
-        )
-        raise RanksDiffer(odd, [f"rank {rank} weighs its batch by {num} samples" for rank, num in of_rank.items()], fix)
-
-    @property
-    def _is_weighed(self) -> bool:
-        return len(set(self._samples)) > 1
+        if collective and samples:
+            fix = (
+                f"The model itself has {collective}: the loss of a rank reaches parameters through other ranks, so its "
+                "gradients are added up with the weights of those. Give every rank as many rows, without `weigh` or "
+                "with the same number."
+            )
+            require_alike(dict(zip(self.control.ranks, samples, strict=True)), fix)
 
     def applies_weight(self, dtype: torch.dtype) -> bool:
         """Whether `reduce_scatter` itself applies the rank's weight to gradients of `dtype`."""
