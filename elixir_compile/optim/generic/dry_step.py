@@ -611,12 +611,11 @@ def _take_small(optimizer: Optimizer, owners: Owners | None) -> None:
     owners.forget()
 
 
-def copied(
-    value: Any,
-    tensor: Callable[[torch.Tensor], torch.Tensor] = lambda own: (
-        own.detach().clone() if own.numel() <= _MOST_COPIED else own
-    ),
-) -> Any:
+def _copied_if_small(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone() if tensor.numel() <= _MOST_COPIED else tensor
+
+
+def copied(value: Any, tensor: Callable[[torch.Tensor], torch.Tensor] = _copied_if_small) -> Any:
     """Return a copy of the random generators, dictionaries, lists and tensors in `value`; other objects as they are,
     among them the parameters of the user. `tensor` makes the copy of a tensor."""
     if isinstance(value, torch.Tensor):

@@ -396,8 +396,9 @@ def loop_of(setting: Setting, states: States, request: TuneRequest) -> str:
     cluster = request.plan.cluster()
     if cluster is not None and cluster.num_ranks > 1:
         lines.insert(0, "# on each rank, after elixir.prepare(model, mesh=...)")
-    texts = [f'"{value}"' if isinstance(value, str) else repr(value) for value in options.values()]
-    literal = ", ".join(f'"{name}": {text}' for name, text in zip(options, texts, strict=True))
+    literal = ", ".join(
+        f'"{name}": ' + (f'"{value}"' if isinstance(value, str) else repr(value)) for name, value in options.items()
+    )
     lines += [
         f'compiled = torch.compile(model, backend="elixir", options={{{literal}}})',
         f"optimizer = elixir.HybridAdamW(model.parameters()){states.remark(setting.state_bytes)}",

@@ -68,20 +68,16 @@ def test_padded_buffers_of_unequal_parts_train_as_one_process(tmp_path: Path) ->
 # Three real ranks with unequal rows train what one process trains on the whole batch.
 
 
-def on_three(folder: Path, *checks: list[Any]) -> list[list[Any]]:
-    """Return what each of `checks` returns on each rank."""
-    return spawn(in_turn, 3, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
-
-
-def on_two(folder: Path, *checks: list[Any]) -> list[list[Any]]:
-    return spawn(in_turn, 2, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
+def on_ranks(num: int, folder: Path, *checks: list[Any]) -> list[list[Any]]:
+    """Return what each of `checks` returns on each of `num` ranks."""
+    return spawn(in_turn, num, shares_checks.__name__, checks, folder=folder, limit_s=LIMIT_S, timeout_s=LIMIT_S)
 
 
 def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
     trains = ["trains", [5, 2, 1], "float64", 1e-12]
     exact = ["is_exact_in_whole_numbers", [5, 2, 1]]
     weights, other = ["needs_its_weights", [5, 2, 1]], ["refuses_other_shares"]
-    of_ranks = on_three(tmp_path, trains, exact, weights, other, ["warns_of_other_rows"])
+    of_ranks = on_ranks(3, tmp_path, trains, exact, weights, other, ["warns_of_other_rows"])
     for rank, (_, _, off, refused, warned) in enumerate(of_ranks):
         assert off > 1e-2
         given, others, few, much, axes = refused
@@ -98,7 +94,7 @@ def test_rows_of_five_two_and_one_are_eight_rows(tmp_path: Path) -> None:
 
 def test_ranks_that_a_collective_of_the_model_joins_weigh_their_rows_alike(tmp_path: Path) -> None:
     """Their plans are equal although their budgets differ, because they must run as many collectives."""
-    for ((planned, said),) in on_two(tmp_path, ["trains_with_a_collective_of_its_own"]):
+    for ((planned, said),) in on_ranks(2, tmp_path, ["trains_with_a_collective_of_its_own"]):
         assert planned["budget"] == 60_000
         assert planned["tensor"] is None
         assert (planned["own"]["num_ranks"], planned["own"]["num_collectives"]) == (2, 2)  # one for each direction
@@ -110,7 +106,7 @@ def test_ranks_that_a_collective_of_the_model_joins_weigh_their_rows_alike(tmp_p
 
 
 def test_questions_that_no_shares_answer_are_named(tmp_path: Path) -> None:
-    for [(axes, few, mixed, row, other, prime, half, room)] in on_three(tmp_path, ["refuses_other_questions"]):
+    for [(axes, few, mixed, row, other, prime, half, room)] in on_ranks(3, tmp_path, ["refuses_other_questions"]):
         assert axes.startswith("UnsupportedModel")
         assert "shares are for one axis" in axes
         assert "expected a fleet of 3 devices" in few
@@ -126,7 +122,8 @@ def test_questions_that_no_shares_answer_are_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_rank_without_rows_tokens_and_single_precision(tmp_path: Path) -> None:
     """12 s of CPU time."""
-    on_three(
+    on_ranks(
+        3,
         tmp_path,
         ["trains", [6, 2, 0], "float64", 1e-12],
         ["trains", [5, 2, 1], "float32", 1e-6],
