@@ -190,7 +190,7 @@ class ParamFile:
 
 
 class DiskBucket(RunningBucket):
-    """A bucket of parameters whose home is the disk; of several ranks, those of this rank."""
+    """A bucket of parameters whose home is the disk. Each of several ranks has its own shards there."""
 
     _stretches: tuple[tuple[Stretch, ...], ...] = ()
     """Where the parameters are, in groups that are read together."""
