@@ -19,6 +19,7 @@ from elixir_compile.ir import sizes
 from elixir_compile.ir.bucket import Activations, Bucket, Placement
 from elixir_compile.ir.graph import MOST_BYTES, StepGraph
 from elixir_compile.ir.hardware.cluster import MOST_RANKS
+from elixir_compile.ir.hardware.table import PeakShare
 from elixir_compile.ir.kinds import (
     Batched,
     BucketId,
@@ -265,6 +266,9 @@ class Plan:
     """What collectives in the model itself send between ranks along the data axes; None if it has none."""
     planner: str = "greedy"
     """The planner that made the plan, as the option `planner` names it."""
+    peak_share: PeakShare | None = field(default=None, metadata=LEFT_OUT)
+    """The share of the data sheet's rate with which the seconds of most products were computed; None if rates were
+    measured."""
     bound_s: float | None = None
     """Proved lower bound on the step seconds of every plan for the problem; None if the planner proves none."""
     binding: tuple[str, ...] = ()
@@ -346,6 +350,11 @@ class Plan:
         if self.bound_s is None or self.prediction.step_s == 0:
             return None
         return max(0.0, 1.0 - self.bound_s / self.prediction.step_s)
+
+    @property
+    def on_share(self) -> str:
+        """The share of the data sheet on which seconds and bounds are, after a comma; empty if rates were measured."""
+        return "" if self.peak_share is None else f", on {self.peak_share}"
 
     @property
     def gib_saves_s(self) -> float | None:

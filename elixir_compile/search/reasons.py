@@ -31,6 +31,7 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.cost import streamed_copies, update_s, whole_update_s
 from elixir_compile.ir.hardware import Cluster
+from elixir_compile.ir.hardware.table import PeakShare
 from elixir_compile.search.evaluator import Deadline, DraftPlan, Evaluator
 from elixir_compile.search.formulation.cross_step_updates import HOST_MEMORY
 from elixir_compile.search.formulation.flow_shop import longest_s
@@ -409,10 +410,21 @@ def unpredicted_plan(
         decisions=(),
         prediction=_NOTHING,
         planner=planner,
+        peak_share=_peak_share(problem),
         symbols=problem.graph.symbols,
         kernels=kernels_digest(problem.graph),
     )
     return with_ring_traffic(problem.graph, made, problem.cluster)
+
+
+def _peak_share(problem: Problem) -> PeakShare | None:
+    """Return the share that the rates of the dtype with the most FLOPs of `problem` are of a data sheet."""
+    dtypes = {storage.id: storage.dtype for storage in problem.graph.storages}
+    flops: Counter[str] = Counter()
+    for op in problem.graph.ops:
+        flops[dtypes[op.writes[0]] if op.writes else "float32"] += op.flops
+    shares = problem.cluster.device.shares or {}
+    return shares.get(max(flops, key=flops.__getitem__, default="float32"), shares.get("float32"))
 
 
 _MAX_GAP, _MAX_EXPOSED = 0.01, 0.01

@@ -408,7 +408,7 @@ class GraphPlanner:
     def has_free(self, nbytes: int) -> bool:
         """Return whether the device has `nbytes` for this model, whatever budget the user chose."""
         executor, options = self._executor, replace(self.options, device_memory=None)
-        cluster = machine(executor.device, options.hardware)
+        cluster = machine(executor.device, options.hardware, options.host_memory)
         return nbytes <= device_budget_bytes(options, cluster, executor.device, device_bytes(executor))
 
     # Problems.

@@ -153,12 +153,13 @@ _STEP_COUNT_BYTES = 4
 _VERSION_BYTES = 8
 
 
-def machine(device: torch.device, hardware: str | None = None) -> Cluster:
+def machine(device: torch.device, hardware: str | None = None, host_bytes: int | None = None) -> Cluster:
     """Return the machine to plan for; nothing is measured.
 
-    `hardware` is the path of a profile, or a name such as "4 x a100-40g"; it has its own memory sizes. If it is None,
-    the machine is the result of `elixir-compile measure` for `device`, or a rough profile if there is none, with the
-    total memory of this machine.
+    `hardware` is the path of a profile, or a name such as "4 x a100-40g"; it has its own memory sizes. The budget of
+    the host, `host_bytes`, says whether a GeForce chip is in a desktop, see `preset`. If `hardware` is None, the
+    machine is the result of `elixir-compile measure` for `device`, or a rough profile if there is none, with the total
+    memory of this machine.
 
     Raises `UnknownHardware` for an unknown name, `ProfileFileError` for a file without a profile, and `InvalidOption`
     for a fleet of another number of devices.
@@ -176,7 +177,7 @@ def machine(device: torch.device, hardware: str | None = None) -> Cluster:
             raise InvalidOption("hardware", hardware, f"a fleet of {num_ranks} devices")
         return fleet.as_cluster() or fleet.seen_by(distributed.get_rank() if has_ranks else 0)
     text = _text_of_file(hardware)
-    return parse_hardware(hardware) if text is None else cluster_from_json(text)
+    return parse_hardware(hardware, host_bytes) if text is None else cluster_from_json(text)
 
 
 def named_fleet(hardware: str) -> Fleet | None:

@@ -326,7 +326,7 @@ def problem_of(
     accumulates = is_training and executor.gradients.stay
     ranks = executor.ranks
     peers, axis = executor.peers, executor.tensor_axis
-    cluster = cluster_of(machine(executor.device, options.hardware), peers, options)
+    cluster = cluster_of(machine(executor.device, options.hardware, options.host_memory), peers, options)
     cluster = cluster if axis is None else along_data(cluster, axis.num_ranks)
     joined = next((op for op in graph.ops if is_along_data(op, cluster)), None)
     if ranks is not None and joined is not None:

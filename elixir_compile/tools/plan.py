@@ -140,7 +140,9 @@ def plan_and_problem(
     """
     if options.plan is not None:
         raise InvalidOption("plan", str(options.plan), "None: a new plan is made here")
-    cluster = named_cluster(hardware or options.hardware)  # before the capture, which takes seconds
+    cluster = named_cluster(
+        hardware or options.hardware, options.host_memory
+    )  # before the capture, which takes seconds
     described = find_described(model, example_inputs)
     planned = None if optimizer is None else PlannedClass(optimizer)
 
@@ -186,9 +188,10 @@ def plan_with_loss(
     return made, problems[made.graph]
 
 
-def named_cluster(hardware: "Cluster | str | None") -> Cluster | None:
-    """Return the machine called `hardware`, or None for this machine. Raises the errors of `machine`."""
-    return machine(torch.device("cpu"), hardware) if isinstance(hardware, str) else hardware
+def named_cluster(hardware: "Cluster | str | None", host_bytes: int | None = None) -> Cluster | None:
+    """Return the machine called `hardware` for a budget of `host_bytes`, or None for this machine. Raises the errors of
+    `machine`."""
+    return machine(torch.device("cpu"), hardware, host_bytes) if isinstance(hardware, str) else hardware
 
 
 def question(

@@ -12,7 +12,7 @@ from itertools import combinations
 from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidPlan, InvalidProfile, ProfileFileError
 from elixir_compile.base.units import GIB, MIB
-from elixir_compile.ir.hardware.table import MACHINES
+from elixir_compile.ir.hardware.table import MACHINES, PeakShare
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Machines: devices, hosts, links, nodes of equal devices and clusters of equal nodes, and their JSON.
@@ -69,6 +69,8 @@ class DeviceProfile:
     """Elements that the optimizer updates per second with parameter, gradient and state on the device."""
     source: str
     """The origin of the numbers: a data sheet, a paper, a measurement."""
+    shares: Mapping[str, PeakShare] | None = field(default=None, metadata=LEFT_OUT)
+    """The shares of the data sheet that `flops_per_s` are, by dtype; None if the rates were measured."""
 
     def __post_init__(self) -> None:
         what = f"device {self.name}"

@@ -15,20 +15,17 @@ from dataclasses import dataclass, replace
 from elixir_compile.base.errors import InvalidOption, UnknownHardware
 from elixir_compile.base.units import GIB, MIB
 from elixir_compile.ir.hardware.cluster import Cluster, DeviceProfile, HostProfile, Link, Node, machine_name_of
-from elixir_compile.ir.hardware.table import MACHINES, Machine
+from elixir_compile.ir.hardware.table import ASSUMED, MACHINES, Machine
 
 MAX_DEVICES_PER_NODE = 8
 
-_FLOPS_SHARE = 0.5
-"""Share of the dense peak. Megatron-LM (arXiv 2104.04473) trains GPT at 44-52 % of the peak of an A100."""
 _DEVICE_MEMORY_SHARE = 0.9
 """Share of the memory rate. Adam at the paper's 50 G elements/s on an A100 40GB moves 1400 of 1555 GB/s."""
 _DRAM_SHARE = 0.8
 """Share of the DRAM rate. STREAM triad reaches 78-85 % of the rate of all channels of a server."""
-_LINK_SHARE = 0.8
-"""Share of a link's rate. The paper's 25.0 GB/s from host to device are 79 % of PCIe 4 x16; nccl-tests report 75-80 %
-of NVLink."""
 
+_MOST_DESKTOP_BYTES = 192 * GIB
+"""The most memory of a desktop: four modules of 48 GiB."""
 _PAPER_DRAM_BYTES_PER_S = 409.6e9
 """DRAM rate of the paper's host, assumed to be a DGX A100. Update rates of other hosts are scaled by their DRAM
 rate."""
@@ -43,7 +40,7 @@ _PEER_LATENCY_S = 20e-6
 """Seconds of a small all-gather within a node; nccl-tests report 10-30 us."""
 _NETWORK_LATENCY_S = 40e-6
 """Seconds of a small all-gather over InfiniBand; nccl-tests report 30-60 us for a few nodes."""
-_ASSUMED = "latency, launch and reserve are typical figures"
+_TYPICAL = "latency, launch and reserve are typical figures"
 
 
 def preset_names() -> tuple[str, ...]:
@@ -51,14 +48,20 @@ def preset_names() -> tuple[str, ...]:
     return tuple(sorted(MACHINES))
 
 
-def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
+def preset(name: str, num_devices: int = 1, num_nodes: int = 1, host_bytes: int | None = None) -> Cluster:
     """Return `num_nodes` machines called `name` with `num_devices` devices each.
 
-    Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a count is out of range.
+    A GeForce chip is in a desktop if the name ends with `@desktop`, or if the budget `host_bytes` of each device is one
+    that the memory of a desktop can hold; else it is in a server. Both have the same name. Raises UnknownHardware with
+    the nearest name if there is none, and InvalidOption if a count is out of range.
     """
-    machine = MACHINES.get(name.lower())
-    if machine is None:
+    chip, at, form = name.lower().partition("@")
+    machine = MACHINES.get(chip)
+    if machine is None or (at and (form != "desktop" or machine.desktop is None)):
         raise UnknownHardware(name, preset_names())
+    is_small = host_bytes is not None and host_bytes * num_devices <= _MOST_DESKTOP_BYTES
+    if machine.desktop is not None and (at or is_small):
+        machine = replace(machine, board=machine.desktop)
     if not 1 <= num_devices <= MAX_DEVICES_PER_NODE:
         raise InvalidOption(
             "num_devices", num_devices, f'1 to {MAX_DEVICES_PER_NODE} per node; two nodes of 8 are "2 x 8 x {name}"'
@@ -68,15 +71,14 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
     h2d, d2h = _copies(machine, num_devices)
     peer = network = None
     if num_devices > 1:
-        bytes_per_s = _LINK_SHARE * machine.peer.bytes_per_s
-        source = f"{_LINK_SHARE:.0%} of {machine.peer.source}"
+        bytes_per_s, source = machine.peer.reached_bytes_per_s, machine.peer.reached_source
         if machine.bounces:
             # Each byte is written to the host's DRAM and read from it.
             bytes_per_s = min(bytes_per_s, _dram_bytes_per_s(machine, num_devices) / (2 * num_devices))
             source += ", through host memory, as GeForce drivers allow no peer access"
         peer = _link(bytes_per_s, _PEER_LATENCY_S, source)
     node = Node(
-        device=_device(name.lower(), machine),
+        device=_device(chip, machine),
         host=_host(machine, num_devices),
         h2d=h2d,
         d2h=d2h,
@@ -86,30 +88,32 @@ def preset(name: str, num_devices: int = 1, num_nodes: int = 1) -> Cluster:
     if num_nodes > 1:
         # A collective uses all adapters of a node at once.
         num_adapters = num_devices if machine.has_adapter_per_device else 1
-        bytes_per_s = _LINK_SHARE * num_adapters * machine.network.bytes_per_s
+        bytes_per_s = num_adapters * machine.network.reached_bytes_per_s
         bytes_per_s = bytes_per_s if peer is None else min(bytes_per_s, peer.bytes_per_s)
-        source = f"{_LINK_SHARE:.0%} of {machine.network.source}, at most as `peer`"
+        source = f"{machine.network.reached_source}, at most as `peer`"
         network = _link(bytes_per_s, _NETWORK_LATENCY_S, source)
     return Cluster(nodes=(node,) * num_nodes, network=network)
 
 
-def preset_of_ranks(name: str, num_ranks: int) -> Cluster:
-    """Return machines called `name` with `num_ranks` devices in all: a single node, or full nodes of 8 devices.
+def preset_of_ranks(name: str, num_ranks: int, host_bytes: int | None = None) -> Cluster:
+    """Return machines called `name` with `num_ranks` devices in all: a single node, or full nodes of 8 devices; with
+    `host_bytes` as in `preset`.
 
     Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a node would not be full.
     """
     most = MAX_DEVICES_PER_NODE
     if num_ranks <= most:
-        return preset(name, num_ranks)
+        return preset(name, num_ranks, host_bytes=host_bytes)
     num_nodes, rest = divmod(num_ranks, most)
     if rest:
         near = f"{num_nodes * most} or {(num_nodes + 1) * most}"
         raise InvalidOption("ranks", num_ranks, f"1 to {most}, or whole nodes of {most}: {near}")
-    return preset(name, most, num_nodes)
+    return preset(name, most, num_nodes, host_bytes)
 
 
-def parse_hardware(text: str) -> Cluster:
-    """Return the machines in `text`: `NAME`, `DEVICES x NAME` or `NODES x DEVICES x NAME`.
+def parse_hardware(text: str, host_bytes: int | None = None) -> Cluster:
+    """Return the machines in `text`: `NAME`, `DEVICES x NAME` or `NODES x DEVICES x NAME`, with `host_bytes` as in
+    `preset`.
 
     Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a count is out of range.
     """
@@ -118,14 +122,14 @@ def parse_hardware(text: str) -> Cluster:
         raise UnknownHardware(text, preset_names())
     num_devices = int(counts[-1]) if counts else 1
     num_nodes = int(counts[0]) if len(counts) == 2 else 1
-    return preset(name, num_devices, num_nodes)
+    return preset(name, num_devices, num_nodes, host_bytes)
 
 
 def _device(name: str, machine: Machine) -> DeviceProfile:
     chip = machine.chip
     memory_bytes_per_s = _DEVICE_MEMORY_SHARE * chip.memory_bytes_per_s
     update_elements_per_s = memory_bytes_per_s / ADAM_BYTES_PER_ELEMENT
-    shares = f"{_FLOPS_SHARE:.0%} of the peak, {_DEVICE_MEMORY_SHARE:.0%} of the memory rate"
+    shares = {dtype: chip.shares.get(dtype, ASSUMED) for dtype in chip.flops_per_s}
     update = f"Adam at {ADAM_BYTES_PER_ELEMENT} bytes per element"
     if machine.has_papers_rates:
         update_elements_per_s = paper_rates(1).device_update_elements_per_s
@@ -134,11 +138,12 @@ def _device(name: str, machine: Machine) -> DeviceProfile:
         name=name,
         memory_bytes=chip.memory_mib * MIB,
         reserve_bytes=_RESERVE_BYTES,
-        flops_per_s={dtype: _FLOPS_SHARE * rate for dtype, rate in chip.flops_per_s.items()},
+        flops_per_s={dtype: shares[dtype].share * rate for dtype, rate in chip.flops_per_s.items()},
         memory_bytes_per_s=memory_bytes_per_s,
         launch_s=_LAUNCH_S,
         update_elements_per_s=update_elements_per_s,
-        source=f"{chip.source}; {shares}; {update}; {_ASSUMED}",
+        source=f"{chip.source}; {_DEVICE_MEMORY_SHARE:.0%} of the memory rate; {update}; {_TYPICAL}",
+        shares=shares,
     )
 
 
@@ -173,13 +178,12 @@ def _copies(machine: Machine, num_devices: int) -> tuple[Link, Link]:
         h2d = _link(rates.h2d_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{H2D_FIT}: {SOURCE}")
         d2h = _link(rates.d2h_bytes_per_s / num_devices, _COPY_LATENCY_S, f"{D2H_FIT}: {SOURCE}")
         return h2d, d2h
-    alone_bytes_per_s = _LINK_SHARE * machine.lane.bytes_per_s
     # Copies of all devices share the DRAM of the host.
     shared_bytes_per_s = _dram_bytes_per_s(machine, num_devices) / num_devices
     copy = _link(
-        min(alone_bytes_per_s, shared_bytes_per_s),
+        min(machine.lane.reached_bytes_per_s, shared_bytes_per_s),
         _COPY_LATENCY_S,
-        f"{_LINK_SHARE:.0%} of {machine.lane.source}, at most a device's part of the DRAM rate",
+        f"{machine.lane.reached_source}, at most a device's part of the DRAM rate",
     )
     return copy, copy
 
@@ -310,6 +314,7 @@ def _cuda(memory_bytes: int, host_memory_bytes: int, name: str) -> Cluster:
         launch_s=5e-6,  # typical kernel launch on PCIe machines
         update_elements_per_s=rates.device_update_elements_per_s,
         source=f"{_DATA_SHEET}; {_PAPER}",
+        shares=dict.fromkeys(("float32", "float64", "bfloat16", "float16"), ASSUMED),
     )
     host = _rough_host(host_memory_bytes, 100e9, rates.host_update_elements_per_s, _PAPER)
     h2d = Link(bytes_per_s=rates.h2d_bytes_per_s, latency_s=10e-6, overlaps_compute=True, source=_PAPER)

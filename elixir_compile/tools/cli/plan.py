@@ -78,14 +78,15 @@ class Request:
 
         Raises UnknownHardware, ProfileFileError, or InvalidOption if `ranks` contradicts the hardware.
         """
+        host_bytes = self.parsed_options().host_memory
         if self.hardware is None or self.ranks == 1:
             if self.ranks != 1:
                 raise InvalidOption("ranks", self.ranks, "1 without --hardware: this machine is planned for alone")
-            return named_cluster(self.hardware)
+            return named_cluster(self.hardware, host_bytes)
         is_counted = self.hardware.lstrip()[:1].isdecimal()
         if Path(self.hardware).suffix != ".json" and not is_counted:
-            return preset_of_ranks(self.hardware, self.ranks)
-        cluster = named_cluster(self.hardware)
+            return preset_of_ranks(self.hardware, self.ranks, host_bytes)
+        cluster = named_cluster(self.hardware, host_bytes)
         if cluster is not None and cluster.num_ranks != self.ranks:
             raise InvalidOption("ranks", self.ranks, f"{cluster.num_ranks}, as {self.hardware} has devices")
         return cluster
@@ -230,7 +231,9 @@ def _figures(plan: Plan) -> list[tuple[str, str]]:
     if chosen is not None:
         figures.append(("micro-batches", f"{chosen.choice}, as {chosen.because}"))
     if plan.bound_s is not None and plan.gap is not None:
-        figures.append(("bound", f"{format_s(plan.bound_s)}: no plan is more than {plan.gap:.1%} faster"))
+        figures.append(
+            ("bound", f"{format_s(plan.bound_s)}: no plan is more than {plan.gap:.1%} faster{plan.on_share}")
+        )
     if plan.binding:
         figures.append(("binding", ", ".join(plan.binding)))
     gib_saves = plan_answer(plan).gib_saves

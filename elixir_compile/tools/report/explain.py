@@ -161,6 +161,8 @@ class PlanAnswer:
     prediction: Prediction
     bound_s: float | None
     gap: float | None
+    on_share: str
+    """The share of the data sheet on which seconds and bounds are, after a comma; empty if rates were measured."""
     binding: tuple[str, ...]
     gib_saves: str
     """What one more GiB of device memory saves at most, in words; empty if no bound on it is proved."""
@@ -238,6 +240,7 @@ def plan_answer(plan: Plan) -> PlanAnswer:
         prediction=plan.prediction,
         bound_s=plan.bound_s,
         gap=plan.gap,
+        on_share=plan.on_share,
         binding=plan.binding,
         gib_saves=gib_saves,
         formula=plan.formula,
@@ -428,7 +431,7 @@ def _plan_text(found: PlanAnswer) -> str:
             ("tensor axis", _traffic_texts(found.tensor)),
             ("own collectives", _traffic_texts(found.own_collectives)),
             ("update", [f"{found.update}{through}"] if Verb.UPDATE in found.counts else []),
-            ("bound", [bound + gap]),
+            ("bound", [bound + gap + found.on_share]),
             ("binding", found.binding),
             ("one more GiB", [found.gib_saves] if found.gib_saves else []),
             ("peak formula", [found.formula] if found.formula else []),

@@ -316,7 +316,11 @@ def _verdict(plan: Plan) -> str:
     parts = [
         f"{fits}: peak {format_bytes(made.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}",
         f"step {format_s(made.step_s)}, {format_s(made.exposed_s)} of it exposed transfers",
-        *([] if plan.gap is None or plan.bound_s is None else [f"bound {format_s(plan.bound_s)} (gap {plan.gap:.1%})"]),
+        *(
+            []
+            if plan.gap is None or plan.bound_s is None
+            else [f"bound {format_s(plan.bound_s)} (gap {plan.gap:.1%}){plan.on_share}"]
+        ),
         f"{made.hidden_share:.0%} of transfers hidden",
         f"host {format_bytes(made.host_peak_bytes)}",
     ]
@@ -413,7 +417,7 @@ def _certificate(plan: Plan) -> Iterator[str]:
     gap = "" if found.gap is None else f": no plan is more than {found.gap:.2%} faster"
     lines = [
         ("planner", found.planner),
-        ("bound", bound + gap),
+        ("bound", bound + gap + found.on_share),
         ("binding", ", ".join(found.binding) or "nothing"),
         ("one more GiB", found.gib_saves or "unknown"),
         ("update", str(found.update)),
