@@ -267,7 +267,8 @@ def gaps() -> Iterator[str]:
         f"`python benchmarks/planner_full.py`: {len(rows)} plans for GPUs that are not here, so their steps are",
     )
     yield "**simulated**. [All rows](../benchmarks/results/planner_full.md). They are older than the simulator in which"
-    yield "the host begins when its last gradient has come: [some of them since](how-the-planner-chooses.md#measured)."
+    yield "the host begins when its last gradient has come: [some of them since](how-the-planner-chooses.md#measured),"
+    yield "and than the shares of the data sheet that presets take: every chip computed at half of it."
     yield ""
     quartiles = {
         name: (min(values), *statistics.quantiles(values, n=4), max(values)) for name, values in columns.items()

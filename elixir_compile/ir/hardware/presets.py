@@ -117,12 +117,12 @@ def parse_hardware(text: str, host_bytes: int | None = None) -> Cluster:
 
     Raises UnknownHardware with the nearest name if there is none, and InvalidOption if a count is out of range.
     """
-    *counts, name = re.split(r"(?<=\d)\s*x\s*", text.strip(), flags=re.IGNORECASE)
-    if len(counts) > 2 or not all(count.isdecimal() for count in counts):
+    # Not every "x" behind a digit is one of a count: there is an MI300X.
+    found = re.fullmatch(r"((?:\d+\s*x\s*){0,2})(.*)", text.strip(), re.IGNORECASE | re.ASCII)
+    if found is None:
         raise UnknownHardware(text, preset_names())
-    num_devices = int(counts[-1]) if counts else 1
-    num_nodes = int(counts[0]) if len(counts) == 2 else 1
-    return preset(name, num_devices, num_nodes, host_bytes)
+    counts = [1, 1, *map(int, re.findall(r"\d+", found.group(1)))]
+    return preset(found.group(2), counts[-1], counts[-2] if len(counts) == 4 else 1, host_bytes)
 
 
 def _device(name: str, machine: Machine) -> DeviceProfile:

@@ -303,7 +303,8 @@ def _show(tuned: Tuned, states: States, request: TuneRequest, console: Console) 
     counts = {name: sum(trial.stage is stage for trial in tuned.trials) for stage, name in _STATUS.items()}
     named = ", ".join(f"{count} {name}" for name, count in counts.items() if count)
     lines = [f"settings      {len(tuned.trials)}: {named}"]
-    lines.append(f"bound         no setting and no plan is more than {tuned.gap:.1%} faster than the first row")
+    share = "" if tuned.best.plan is None else tuned.best.plan.on_share
+    lines.append(f"bound         no setting and no plan is more than {tuned.gap:.1%} faster than the first row{share}")
     if not tuned.is_complete:
         lines.append("time          the search ended early; a longer --search-timeout searches the rest")
     for line in lines:

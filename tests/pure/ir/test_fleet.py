@@ -88,7 +88,7 @@ def test_devices_of_one_host_share_its_memory() -> None:
     assert hosts == {preset("p40-24g", 4).host.source}
     assert fleet.collective is not None
     assert fleet.collective.bytes_per_s == min(153.6e9 * 0.8 / 8, 0.8 * 15.75e9)
-    assert [seat.cluster.h2d.bytes_per_s / 1e9 for seat in fleet.seats] == pytest.approx([25.2, 25.2, 25.2, 12.6])
+    assert [seat.cluster.h2d.bytes_per_s / 1e9 for seat in fleet.seats] == pytest.approx([24.885, 24.885, 24.885, 12.6])
 
 
 def test_a_machine_with_ranks_elsewhere() -> None:

@@ -34,7 +34,7 @@ from elixir_compile.ir.hardware import (
     with_devices,
 )
 from elixir_compile.ir.hardware.presets import MAX_DEVICES_PER_NODE
-from elixir_compile.ir.hardware.table import MACHINES
+from elixir_compile.ir.hardware.table import MACHINES, PeakShare
 
 # ----------------------------------------------------------------------------------------------------------------------
 # `ir.hardware.presets` and its table: machines by name, with relations that their numbers must keep.
@@ -53,18 +53,22 @@ def test_common_machines_have_presets() -> None:
         "a100-80g",
         "a10g-24g",
         "a6000-48g",
+        "b200-180g",
         "gh200",
         "h100-80g",
         "h100nvl-94g",
         "h100pcie-80g",
         "h200-141g",
         "l4-24g",
+        "l40s-48g",
+        "mi300x-192g",
         "p100-16g",
         "p40-24g",
         "rtx3090-24g",
         "rtx4090-24g",
         "rtx4090d-24g",
         "rtx5090-32g",
+        "rtxpro6000-96g",
         "t4-16g",
         "v100-16g",
         "v100-32g",
@@ -175,6 +179,8 @@ def test_a_network_is_no_faster_than_the_peer_links() -> None:
         ("rtx3090-24g", "rtx4090-24g"),
         ("rtx4090-24g", "rtx5090-32g"),
         ("l4-24g", "a100-40g"),
+        ("h100-80g", "b200-180g"),
+        ("l4-24g", "l40s-48g"),
     ],
 )
 def test_a_later_device_is_faster(slower: str, faster: str) -> None:
@@ -210,6 +216,65 @@ def test_devices_without_peer_access_share_the_host_s_memory() -> None:
     assert peer is not None
     assert peer.bytes_per_s == pytest.approx(10.24e9)
     assert "no peer access" in peer.source
+
+
+def test_links_have_the_share_of_their_generation() -> None:
+    """The rates that nvbandwidth's guide has for PCI Express 5, and BaM and Elixir for PCI Express 4."""
+    assert preset("h100-80g").h2d.bytes_per_s == pytest.approx(55.6e9, rel=0.01)
+    assert preset("rtx4090-24g").h2d.bytes_per_s == pytest.approx(25e9, rel=0.01)
+    assert "88% of PCI Express 5.0" in preset("h100-80g").h2d.source
+
+
+@pytest.mark.parametrize(
+    ("text", "host_gib", "memory_gib", "dram_bytes_per_s"),
+    [
+        ("rtx4090-24g", None, 256, 204.8e9),
+        ("rtx4090-24g", 200, 256, 204.8e9),
+        ("rtx4090-24g", 192, 64, 51.2e9),
+        ("rtx5090-32g", 64, 64, 83.2e9),
+        ("2 x rtx4090-24g", 96, 64, 51.2e9),
+        ("2 x rtx4090-24g", 128, 256, 204.8e9),
+        ("rtx4090-24g@desktop", None, 64, 51.2e9),
+        ("2 x RTX4090-24g@desktop", 256, 64, 51.2e9),
+        ("h100-80g", 64, 2048, 614.4e9),
+    ],
+)
+def test_a_geforce_chip_with_little_host_memory_is_in_a_desktop(
+    text: str, host_gib: int | None, memory_gib: int, dram_bytes_per_s: float
+) -> None:
+    found = parse_hardware(text, None if host_gib is None else host_gib * GIB)
+    assert found.host.memory_bytes == memory_gib * GIB
+    assert found.host.memory_bytes_per_s == pytest.approx(0.8 * dram_bytes_per_s)
+    assert found.name == parse_hardware(text.removesuffix("@desktop")).name
+
+
+@pytest.mark.parametrize("text", ["h100-80g@desktop", "rtx4090-24g@", "rtx4090-24g@laptop"])
+def test_no_other_chip_and_no_other_board_is_named(text: str) -> None:
+    with pytest.raises(UnknownHardware):
+        parse_hardware(text)
+
+
+def test_a_share_of_the_peak_is_within_its_range() -> None:
+    share = PeakShare(share=0.75, low=0.65, high=0.85, source="a run")
+    assert str(share) == "75% of the data sheet (65-85)"
+    for wrong in ({"share": 0.6}, {"high": 0.7}, {"low": 0.0}, {"share": math.nan}, {"high": 2.0}):
+        with pytest.raises(InvalidProfile, match="rising numbers between 0 and 2"):
+            replace(share, **wrong)
+
+
+def test_rates_of_a_preset_are_its_shares_of_the_data_sheet() -> None:
+    for name in preset_names():
+        device, chip = preset(name).device, MACHINES[name].chip
+        assert device.shares is not None
+        for dtype, peak in chip.flops_per_s.items():
+            assert device.flops_per_s[dtype] == pytest.approx(device.shares[dtype].share * peak)
+
+
+def test_a_profile_with_measured_rates_has_no_shares() -> None:
+    measured = replace(CLUSTER.nodes[0], device=replace(CLUSTER.device, shares=None))
+    text = cluster_to_json(Cluster(nodes=(measured,)))
+    assert '"shares"' not in text
+    assert cluster_from_json(text).device.shares is None
 
 
 def test_every_grace_hopper_brings_its_host() -> None:
@@ -250,6 +315,7 @@ def test_an_unknown_name_suggests_the_nearest(text: str, nearest: str | None) ->
         ("4 x a100-40g", 4, 1),
         (" 4xA100-40G ", 4, 1),
         ("2 x 8 x a100-40g", 8, 2),
+        ("2x8xA100-40G", 8, 2),
     ],
 )
 def test_text_says_how_many(text: str, num_devices: int, num_nodes: int) -> None:
@@ -296,6 +362,17 @@ DEVICES = st.builds(
     launch_s=SECONDS,
     update_elements_per_s=RATES,
     source=st.text(),
+    shares=st.none()
+    | st.dictionaries(
+        st.text(),
+        st.builds(
+            PeakShare,
+            share=st.floats(0.5, 0.6),
+            low=st.floats(0.1, 0.5),
+            high=st.floats(0.6, 1.9),
+            source=st.text(),
+        ),
+    ),
 )
 HOSTS = st.builds(
     HostProfile,
@@ -559,6 +636,10 @@ def test_only_cuda_copies_while_it_computes() -> None:
         ("NVIDIA GeForce RTX 4090", 24, "rtx4090-24g"),
         ("NVIDIA GeForce RTX 4090 D", 24, "rtx4090d-24g"),
         ("NVIDIA L4", 22, "l4-24g"),
+        ("NVIDIA L40S", 45, "l40s-48g"),
+        ("NVIDIA B200", 179, "b200-180g"),
+        ("AMD Instinct MI300X", 192, "mi300x-192g"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 95, "rtxpro6000-96g"),
     ],
 )
 def test_an_unmeasured_gpu_of_a_common_machine_has_its_rates(name: str, memory_gib: int, machine: str) -> None:
@@ -599,7 +680,7 @@ def test_a_common_machine_and_the_device_that_its_driver_names_are_one(
 
 
 @pytest.mark.parametrize(
-    "name", ["NVIDIA L40S", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Intel GPU"]
+    "name", ["NVIDIA L40", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", "Intel GPU"]
 )
 def test_any_other_accelerator_has_the_rates_of_the_paper(name: str) -> None:
     assert profile_for("xpu", GIB, GIB, name) == profile_for("cuda", GIB, GIB, name)

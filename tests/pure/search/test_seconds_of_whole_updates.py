@@ -86,15 +86,21 @@ def at_level(problem: Problem, level: Level, *, streams: bool) -> Plan:
     return write_out(evaluator, DraftPlan(levels=levels, modes=facts.modes, moves=moves, step_s=step_s))
 
 
-@pytest.mark.parametrize(("machine", "products_s", "copies_s"), [("a100-80g", 4.39, 1.04), ("rtx4090-24g", 8.29, 1.03)])
-def test_the_copies_of_muons_state_pass_beside_its_products(machine: str, products_s: float, copies_s: float) -> None:
-    """Both ways, but for the first tensor there and the last one back. No state stays on the device, and the plan says
-    that products bind the update."""
+@pytest.mark.parametrize(
+    ("machine", "products_s", "copies_s", "exposed_s"),
+    [("a100-80g", 3.43, 1.04, 0.027), ("rtx4090-24g", 3.84, 1.05, 0.010)],
+)
+def test_the_copies_of_muons_state_pass_beside_its_products(
+    machine: str, products_s: float, copies_s: float, exposed_s: float
+) -> None:
+    """Both ways, but for the first tensor there and the last one back, and on an A100, whose link back is slower, some
+    copies of a large tensor beside the products of a small one. No state stays on the device, and the plan says that
+    products bind the update."""
     problem = muon_problem(machine)
     kept = at_level(problem, Level.ON_DEVICE, streams=False)
     made = at_level(problem, Level.STATE_OFF, streams=True)
-    assert made.prediction.hidden_share > 0.99
-    assert made.prediction.step_s - kept.prediction.step_s == pytest.approx(0.01, abs=0.005)
+    assert made.prediction.hidden_share > 0.98
+    assert made.prediction.step_s - kept.prediction.step_s == pytest.approx(exposed_s, abs=0.002)
     assert (
         made.prediction.device_peak_bytes < kept.prediction.device_peak_bytes * 0.7
     )  # params, gradients and two rooms

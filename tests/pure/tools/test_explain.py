@@ -163,7 +163,8 @@ def test_the_plan_is_explained_in_figures(search: Callable[[Problem], Plan]) -> 
     assert text.startswith(f"plan t on 1 x cuda, chosen by {made.planner}\n")
     assert format_bytes(made.budget_bytes) in text
     assert f"at {made.prediction.device_peak_at}" in text
-    assert f"another plan saves {made.gap:.2%} at most" in text
+    assert f"another plan saves {made.gap:.2%} at most, on 50% of the data sheet (35-80)\n" in text
+    assert "data sheet" not in explain(replace(made, peak_share=None))
     assert "device memory at bwd.mm_14" in text
     assert "saves at most 120 ms per step\n" in text
     assert "saves at most 120 ms per step, with the loss in 4 chunks" in explain(replace(made, loss_chunks=4))
