@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from elixir_compile.base.errors import NoFeasiblePlan
 from elixir_compile.base.options import Fractions, Options
 from elixir_compile.base.units import format_s
-from elixir_compile.ir import Bucket, Decision, Placement, Plan, Tier
+from elixir_compile.ir import Bucket, Decision, Placement, Plan, Shards, Tier
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.evaluator import Evaluator
 from elixir_compile.search.reasons import write_out
@@ -124,7 +124,7 @@ def _joined(chunk: Sequence[Bucket]) -> Bucket:
     return replace(
         chunk[0],
         params=tuple(chain.from_iterable(own.params for own in chunk)),
-        shard_numels=tuple(map(sum, zip(*(own.shard_numels for own in chunk), strict=True))),
+        shard_numels=Shards.added(own.shard_numels for own in chunk),
         **{name: sum(getattr(own, name) for own in chunk) for name in sizes},
     )
 

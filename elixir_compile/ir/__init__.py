@@ -1,6 +1,15 @@
 """The values of the compiler: graph, bucket, schedule, plan and record of a training step, and their JSON."""
 
-from elixir_compile.ir.bucket import MIXED_DTYPE, Activations, BlockUpdate, Bucket, Param, Placement, WholeUpdate
+from elixir_compile.ir.bucket import (
+    MIXED_DTYPE,
+    Activations,
+    BlockUpdate,
+    Bucket,
+    Param,
+    Placement,
+    Shards,
+    WholeUpdate,
+)
 from elixir_compile.ir.graph import Op, Ring, StepGraph, Storage, graph_at
 from elixir_compile.ir.kinds import (
     ITEM_BYTES,
@@ -102,6 +111,7 @@ __all__ = [
     "RingTraffic",
     "Saving",
     "Schedule",
+    "Shards",
     "Span",
     "StateRef",
     "StepGraph",

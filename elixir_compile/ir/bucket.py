@@ -2,8 +2,9 @@
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any, overload
 
 from elixir_compile.base.codec import LEFT_OUT
 from elixir_compile.base.errors import InvalidPlan
@@ -84,6 +85,100 @@ class BlockUpdate:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Shards(Sequence[int]):
+    """The elements that each rank of a group owns of something, by rank.
+
+    Equal numbers in a row are held as one run, so 16,384 ranks with equal shards take no more memory, time and room in
+    a file than two.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ()
+    """The elements of each rank of a run, and the number of its ranks. Neighbours differ in elements."""
+
+    def __post_init__(self) -> None:
+        if any(numel < 0 or count < 1 for numel, count in self.runs):
+            raise InvalidPlan(f"shards {self} have a negative size, or a run of no rank.")
+        if any(this == following for (this, _), (following, _) in itertools.pairwise(self.runs)):
+            raise InvalidPlan(f"shards {self} have equal runs beside each other; expected one of all their ranks.")
+
+    @classmethod
+    def of(cls, numels: Iterable[int]) -> "Shards":
+        """Return the shards of `numels`, a number of elements for each rank."""
+        return cls(tuple((numel, len(list(run))) for numel, run in itertools.groupby(numels)))
+
+    @classmethod
+    def equal(cls, numel: int, num_ranks: int) -> "Shards":
+        """Return shards of `numel` elements on each of `num_ranks` ranks."""
+        return cls(((numel, num_ranks),))
+
+    @classmethod
+    def added(cls, each: Iterable["Shards"]) -> "Shards":
+        """Return the sums of `each`, which are of the same ranks, rank by rank. Raises ValueError if they are not."""
+        steps: Counter[int] = Counter()
+        nums = set[int]()
+        for shards in each:
+            rank = before = 0
+            for numel, count in shards.runs:
+                steps[rank] += numel - before
+                rank, before = rank + count, numel
+            nums.add(rank)
+        if len(nums) != 1:
+            raise ValueError(f"cannot add shards of {', '.join(map(str, sorted(nums))) or 'no'} ranks")
+        firsts = sorted(rank for rank, step in steps.items() if step or rank == 0)
+        sums = itertools.accumulate(steps[rank] for rank in firsts)
+        counts = (following - rank for rank, following in itertools.pairwise((*firsts, *nums)))
+        return cls(tuple(zip(sums, counts, strict=True)))
+
+    def __len__(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.chain.from_iterable(itertools.repeat(numel, count) for numel, count in self.runs)
+
+    @overload
+    def __getitem__(self, rank: int) -> int: ...
+    @overload
+    def __getitem__(self, rank: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, rank: int | slice) -> int | tuple[int, ...]:
+        if isinstance(rank, slice):
+            return tuple(self)[rank]
+        left = rank if rank >= 0 else rank + len(self)
+        for numel, count in self.runs if left >= 0 else ():
+            if left < count:
+                return numel
+            left -= count
+        raise IndexError(f"rank {rank} of shards of {len(self)} ranks")
+
+    def __str__(self) -> str:
+        """Return the numbers as text, three or more equal ones as `128 x 1021`."""
+        return " ".join(
+            f"{numel} x {count}" if count > 2 else " ".join([str(numel)] * count) for numel, count in self.runs
+        )
+
+    @property
+    def most(self) -> int:
+        """The elements of a rank that owns the most; 0 if there is no rank."""
+        return max((numel for numel, _ in self.runs), default=0)
+
+    @property
+    def total(self) -> int:
+        """The elements of all ranks."""
+        return sum(numel * count for numel, count in self.runs)
+
+    def are_all(self, numel: int) -> bool:
+        """Return whether each rank owns `numel` elements."""
+        return all(own == numel for own, _ in self.runs)
+
+
+def with_runs(record: Any) -> None:
+    """Turn `shard_numels` in `record`, the parsed JSON of a bucket or parameter of an earlier format, from a list of
+    numbers into that of `Shards`. What is not a list of numbers stays, so that the reader refuses it."""
+    numels = record.get("shard_numels") if isinstance(record, dict) else None
+    if isinstance(numels, list) and all(type(numel) is int for numel in numels):
+        record["shard_numels"] = {"runs": [[numel, len(list(run))] for numel, run in itertools.groupby(numels)]}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
     """What a plan depends on of one parameter, beside its storage in the graph."""
@@ -112,7 +207,7 @@ class Param:
     over all ranks."""
     reduce_dtype: str | None = field(default=None, metadata=LEFT_OUT)
     """The dtype in which several ranks reduce the gradient, if it is wider than the parameter's."""
-    shard_numels: tuple[int, ...] = field(default=(), metadata=LEFT_OUT)
+    shard_numels: Shards = field(default=Shards(), metadata=LEFT_OUT)
     """Elements on each rank of a group, of which the first has the most unless `is_uneven`. If the parameter is not
     sharded, each rank has all elements; if this is empty, it is cut evenly."""
     is_uneven: bool = field(default=False, metadata=LEFT_OUT)
@@ -148,7 +243,7 @@ class Bucket:
     dtype: str
     """The dtype of all parameters; `MIXED_DTYPE` if those of frozen parameters differ."""
     trainable: bool
-    shard_numels: tuple[int, ...]
+    shard_numels: Shards
     """Number of elements that each rank owns, by rank. Unless `is_ragged`, the flat shard of every rank is padded to
     the largest of them."""
     sum_nbytes: int = 0
@@ -175,7 +270,7 @@ class Bucket:
     ranks."""
 
     def __post_init__(self) -> None:
-        if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, *self.shard_numels, self.group) < 0:
+        if min(self.numel, self.nbytes, self.state_nbytes, self.sum_nbytes, self.group) < 0:
             raise InvalidPlan(f"bucket {self.id} has a negative size or group.")
         if not 0 <= self.rank < len(self.shard_numels):
             raise InvalidPlan(f"bucket {self.id} is of rank {self.rank}, but has {len(self.shard_numels)} shards.")
@@ -208,7 +303,7 @@ class Bucket:
     def is_sharded(self) -> bool:
         """True if each rank owns a shard of the bucket, so that every use gathers it; False if each rank owns all of
         it."""
-        return self.shard_numels.count(self.numel) < len(self.shard_numels)
+        return not self.shard_numels.are_all(self.numel)
 
     def is_gathered_from(self, param: Tier) -> bool:
         """Return whether uses read a gathered copy if the parameters are at home in the memory `param`."""
@@ -216,11 +311,8 @@ class Bucket:
 
     @property
     def shards_text(self) -> str:
-        """`shard_numels` as text, with three or more equal numbers as `128 x 1021`, and `ragged` behind them if the
-        bucket is."""
-        runs = ((numel, len(list(run))) for numel, run in itertools.groupby(self.shard_numels))
-        texts = (f"{numel} x {count}" if count > 2 else " ".join([str(numel)] * count) for numel, count in runs)
-        return " ".join((*texts, "ragged") if self.is_ragged else texts)
+        """`shard_numels` as text, and `ragged` behind them if the bucket is."""
+        return f"{self.shard_numels} ragged" if self.is_ragged else str(self.shard_numels)
 
     @property
     def flat_nbytes(self) -> int:
@@ -228,7 +320,7 @@ class Bucket:
         bucket is not sharded."""
         if not self.is_sharded or self.is_ragged:
             return self.nbytes
-        return self.nbytes * len(self.shard_numels) * max(self.shard_numels) // max(self.numel, 1)
+        return self.nbytes * len(self.shard_numels) * self.shard_numels.most // max(self.numel, 1)
 
     @property
     def flat_shard_nbytes(self) -> int:
@@ -244,8 +336,11 @@ class Bucket:
     def is_in_order(self) -> bool:
         """True if the flat buffer of a bucket with a single parameter begins with its elements in their order: only
         behind the last shard is there padding."""
-        longest = max(self.shard_numels)
-        has_gap = any(later and earlier < longest for earlier, later in itertools.pairwise(self.shard_numels))
+        longest = self.shard_numels.most
+        runs = itertools.pairwise(numel for numel, _ in self.shard_numels.runs)
+        # Of equal shards in a row that are shorter than the longest, and not empty, the first has padding behind it.
+        is_padded = any(0 < numel < longest and count > 1 for numel, count in self.shard_numels.runs)
+        has_gap = is_padded or any(later and earlier < longest for earlier, later in runs)
         return self.is_ragged or not has_gap
 
     @property
@@ -281,7 +376,7 @@ class Bucket:
     @property
     def own_sum_nbytes(self) -> int:
         """Bytes of the sums of gradients on this rank, including padding."""
-        numel = self.own_numel if self.is_ragged else max(self.shard_numels)
+        numel = self.own_numel if self.is_ragged else self.shard_numels.most
         return self.sum_nbytes * numel // max(self.numel, 1)
 
     @property

@@ -16,7 +16,7 @@ from elixir_compile.base.codec import LEFT_OUT, Form, from_json, to_json
 from elixir_compile.base.errors import InvalidPlan, PlanFileError
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import sizes
-from elixir_compile.ir.bucket import Activations, Bucket, Placement
+from elixir_compile.ir.bucket import Activations, Bucket, Placement, with_runs
 from elixir_compile.ir.graph import MOST_BYTES, StepGraph
 from elixir_compile.ir.hardware.cluster import MOST_RANKS
 from elixir_compile.ir.hardware.table import PeakShare
@@ -141,7 +141,7 @@ def spans_text(ranks: Sequence[int]) -> str:
 # The plan: all decisions about a graph, as a value between the planning and the acting half.
 
 
-PLAN_FORMAT = 7
+PLAN_FORMAT = 8
 _MOST_CHUNKS = 1024
 """The most chunks of a loss. Each chunk is traced and compiled; the planner asks for at most 64."""
 MOST_CALLS_WITH_LEAN = 4096
@@ -496,7 +496,16 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
 GRAPH_FORMAT = 3
 RECORD_FORMAT = 2
 
-_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError)
+
+def _with_runs(plan: dict[str, Any]) -> None:
+    """Turn a plan of format 7, with a number for each rank in its buckets, into that of format 8, with runs of them."""
+    buckets = plan.get("buckets")
+    for bucket in buckets if isinstance(buckets, list) else ():
+        with_runs(bucket)
+    plan["format"] = 8
+
+
+_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError, upgrades={7: _with_runs})
 _GRAPH = Form(what="graph", version=GRAPH_FORMAT, error=PlanFileError)
 
 

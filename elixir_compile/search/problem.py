@@ -27,6 +27,7 @@ from elixir_compile.ir import (
     Tier,
     Update,
 )
+from elixir_compile.ir.bucket import with_runs
 from elixir_compile.ir.cost import Measured
 from elixir_compile.ir.graph import MOST_BYTES
 from elixir_compile.ir.hardware import Cluster
@@ -150,11 +151,11 @@ class Problem:
             )
         for name, param in self.params.items():
             numels = param.shard_numels
-            is_right = not numels or (len(numels) == self.num_shards and min(numels) >= 0)
-            if not is_right or (numels and max(numels) != numels[0] and not (self.state or param.is_uneven)):
+            is_right = not numels or len(numels) == self.num_shards
+            if not is_right or (numels and numels.most != numels[0] and not (self.state or param.is_uneven)):
                 raise InvalidPlan(
                     f"problem {self.name}: {name} is in {len(numels)} shards for {self.num_shards} ranks, the "
-                    f"largest of {max(numels)} elements; expected one per rank, the first the largest."
+                    f"largest of {numels.most} elements; expected one per rank, the first the largest."
                 )
         if [placement.bucket for placement in self.placements] != [bucket.id for bucket in self.buckets]:
             raise InvalidPlan(f"problem {self.name}: needs one placement per bucket in force, in the same order.")
@@ -271,7 +272,7 @@ def may_stream(problem: Problem, bucket: Bucket) -> bool:
 # unpack to 100 MB.
 
 
-QUESTION_FORMAT = 2
+QUESTION_FORMAT = 3
 MOST_UNPACKED_BYTES = 1 << 25
 """The most bytes of JSON in a question file, 32 MiB. A Llama of 32 layers has about 3 MB, and JSON takes up to 25 times
 its bytes when it is read."""
@@ -312,7 +313,18 @@ def _with_params(data: dict[str, Any]) -> None:
     problem["params"] = {name: {"is_trained": "state_nbytes" in facts, **facts} for name, facts in params.items()}
 
 
-_FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError, upgrades={1: _with_params})
+def _with_runs(data: dict[str, Any]) -> None:
+    """Turn `data` of format 2, with a number for each rank in parameters and buckets, into that of format 3, with runs
+    of them."""
+    problem = data.get("problem")
+    params, buckets = (problem.get(name) if isinstance(problem, dict) else None for name in ("params", "buckets"))
+    records = [*(params.values() if isinstance(params, dict) else ()), *(buckets if isinstance(buckets, list) else ())]
+    for record in records:
+        with_runs(record)
+
+
+_UPGRADES = {1: _with_params, 2: _with_runs}
+_FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError, upgrades=_UPGRADES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

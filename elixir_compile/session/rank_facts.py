@@ -86,7 +86,7 @@ def facts_of(problem: Problem, lines: Sequence[str], ops: Sequence[str], place: 
     device, graph = problem.cluster.device, problem.graph
     share = _share_text(problem.shares[place]) if problem.shares else ""
     params = sorted((name, param.shard_numels) for name, param in problem.params.items() if param.is_uneven)
-    whole = [(name, numels) for name, numels in params if max(numels) == sum(numels)]
+    whole = [(name, numels) for name, numels in params if numels.most == numels.total]
     if whole:
         share += f" with {digest_of(name for name, numels in whole if numels[place])}"
     states = (f"{storage.id} {storage.batched}" for storage in graph.storages if storage.kind is not Kind.PARAM)

@@ -187,7 +187,7 @@ def _bucket_fault(
         return f"{bucket.id} claims {bucket.nbytes} bytes, but its parameters have {nbytes}."
     if bucket.numel * ITEM_BYTES.get(bucket.dtype, 0) not in (0, nbytes):
         return f"{bucket.id} claims {bucket.numel} elements, but {nbytes} bytes of {bucket.dtype} hold another number."
-    is_whole = sum(bucket.shard_numels) >= bucket.numel >= max(bucket.shard_numels, default=0)
+    is_whole = bucket.shard_numels.total >= bucket.numel >= bucket.shard_numels.most
     if len(bucket.shard_numels) != num_ranks or not is_whole:
         return f"{bucket.id} has {bucket.numel} elements in shards of {bucket.shards_text} for {num_ranks} ranks."
     return None

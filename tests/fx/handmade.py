@@ -30,6 +30,7 @@ from elixir_compile.ir import (
     RegionId,
     Saving,
     Schedule,
+    Shards,
     StepGraph,
     Tier,
     Verb,
@@ -153,7 +154,7 @@ def _bucket(graph: StepGraph) -> Bucket:
     nbytes = sum(param.nbytes for param in params)
     return Bucket(
         id=BucketId("b0"), params=tuple(param.id for param in params), numel=nbytes // 4, nbytes=nbytes,
-        state_nbytes=2 * nbytes, dtype="float32", trainable=True, shard_numels=(nbytes // 4,),
+        state_nbytes=2 * nbytes, dtype="float32", trainable=True, shard_numels=Shards.of((nbytes // 4,)),
     )  # fmt: skip
 
 

@@ -314,14 +314,14 @@ def _sum_host_bytes(bucket: Bucket, home: Placement) -> int:
 
 def has_padding_inside(bucket: Bucket) -> bool:
     """Whether a rank before the last one with elements has a shorter part than another, so that padding follows it."""
-    longest = max(bucket.shard_numels)
+    longest = bucket.shard_numels.most
     last = max((rank for rank, numel in enumerate(bucket.shard_numels) if numel), default=0)
     return not bucket.is_ragged and any(numel < longest for numel in bucket.shard_numels[:last])
 
 
 def row_numel(bucket: Bucket) -> int:
     """The elements that the rank of `bucket` has in the flat buffer."""
-    return bucket.shard_numels[bucket.rank] if bucket.is_ragged else max(bucket.shard_numels)
+    return bucket.shard_numels[bucket.rank] if bucket.is_ragged else bucket.shard_numels.most
 
 
 def own_param_bytes(bucket: Bucket) -> int:

@@ -22,6 +22,7 @@ from elixir_compile.ir import (
     RegionId,
     Saving,
     Schedule,
+    Shards,
     StepGraph,
     Storage,
     Tier,
@@ -47,7 +48,7 @@ def bucket_of(graph: StepGraph, name: str, params: Sequence[Storage]) -> Bucket:
         state_nbytes=2 * nbytes if trainable else 0,
         dtype=params[0].dtype,
         trainable=trainable,
-        shard_numels=(numel,),
+        shard_numels=Shards.of((numel,)),
     )
 
 

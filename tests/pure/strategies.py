@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields, replace
 from hypothesis import settings
 from hypothesis import strategies as st
 
-from elixir_compile.ir import Kind, Op, OpId, Param, Phase, StepGraph, Storage, StorageId, sizes
+from elixir_compile.ir import Kind, Op, OpId, Param, Phase, Shards, StepGraph, Storage, StorageId, sizes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -130,7 +130,8 @@ def with_facts(params: Mapping[StorageId, Param], **facts: Mapping[StorageId, ob
     for name, values in facts.items():
         for param, value in values.items():
             is_trained = name == "state_nbytes" or found.get(param, Param()).is_trained
-            found[param] = replace(found.get(param, Param()), **{name: value, "is_trained": is_trained})
+            fact = Shards.of(value) if name == "shard_numels" else value
+            found[param] = replace(found.get(param, Param()), **{name: fact, "is_trained": is_trained})
     return found
 
 

@@ -107,7 +107,7 @@ def keeps_what_the_formula_says(rank: int, world_size: int) -> dict[str, int]:
 
 def own_bytes(bucket: Bucket) -> int:
     """Return the bytes of one flat shard of `bucket`; of all of it where each rank has it whole."""
-    return max(bucket.shard_numels) * torch.empty(0, dtype=getattr(torch, bucket.dtype)).itemsize
+    return bucket.shard_numels.most * torch.empty(0, dtype=getattr(torch, bucket.dtype)).itemsize
 
 
 def runs_the_collectives_of_the_plan(rank: int, world_size: int, *shape: int) -> dict[str, Any]:

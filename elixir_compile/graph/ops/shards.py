@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from elixir_compile import compat
 from elixir_compile.compat.distributed import refuses_redistribution
+from elixir_compile.ir.bucket import Shards
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -441,20 +442,20 @@ def _has_rows_of(value: torch.Tensor, param: torch.Tensor) -> bool:
     return value.ndim > 0 and value.shape[:1] == param.shape[:1]
 
 
-def numels_of_shards(param: torch.Tensor, num_shards: int) -> tuple[int, ...]:
+def numels_of_shards(param: torch.Tensor, num_shards: int) -> Shards:
     """Return the number of elements in each of `num_shards` shards of `param`; in each copy if it is replicated."""
     rows = rows_of(param)
     if is_sharded(param) and rows is not None:
-        return tuple(math.prod(param.shape[1:]) * own for own in rows)
-    return shard_numels(param.shape, num_shards) if is_sharded(param) else (param.numel(),) * num_shards
+        return Shards.of(math.prod(param.shape[1:]) * own for own in rows)
+    return shard_numels(param.shape, num_shards) if is_sharded(param) else Shards.equal(param.numel(), num_shards)
 
 
-def shard_numels(shape: torch.Size, num_shards: int) -> tuple[int, ...]:
+def shard_numels(shape: torch.Size, num_shards: int) -> Shards:
     """Return the number of elements in each of the `num_shards` shards of a tensor of `shape`, by the rule of
     `torch.chunk`."""
     num_rows = -(-shape[0] // num_shards)
     starts = range(0, num_rows * num_shards, num_rows)
-    return tuple(math.prod(shape[1:]) * min(max(shape[0] - start, 0), num_rows) for start in starts)
+    return Shards.of(math.prod(shape[1:]) * min(max(shape[0] - start, 0), num_rows) for start in starts)
 
 
 def rehome_grad(param: torch.Tensor, data: torch.Tensor) -> None:

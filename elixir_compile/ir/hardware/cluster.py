@@ -216,10 +216,10 @@ class Cluster:
     def __post_init__(self) -> None:
         if not self.nodes:
             raise InvalidPlan("a cluster needs at least one node.")
-        if self.num_ranks > MOST_RANKS:
-            raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
         if any(node != self.nodes[0] for node in self.nodes):
             raise InvalidPlan("the nodes of a cluster must be equal; clusters of unequal nodes are not supported.")
+        if self.num_ranks > MOST_RANKS:
+            raise InvalidPlan(f"a cluster has {self.num_ranks} devices; expected at most {MOST_RANKS}.")
         require_not_negative("cluster", num_elsewhere=self.num_elsewhere)
         if len(self.nodes) > 1 and self.num_elsewhere:
             raise InvalidProfile("cluster", "num_elsewhere", f"0 beside {len(self.nodes)} nodes", self.num_elsewhere)
@@ -238,7 +238,7 @@ class Cluster:
     @property
     def num_ranks(self) -> int:
         """Number of devices of all nodes, and of ranks elsewhere."""
-        return sum(node.num_devices for node in self.nodes) + self.num_elsewhere
+        return len(self.nodes) * self.num_local_ranks + self.num_elsewhere
 
     @property
     def is_over_nodes(self) -> bool:

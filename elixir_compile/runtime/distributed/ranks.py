@@ -22,6 +22,7 @@ from elixir_compile import compat
 from elixir_compile.compat.platforms import platform_of
 from elixir_compile.graph.ops.optimizers import has_master
 from elixir_compile.graph.ops.shards import TensorAxis, is_over_data, numels_of_shards, shard_like, shard_numels
+from elixir_compile.ir.bucket import Shards
 from elixir_compile.ir.kinds import InnerVerb, Lane, Verb
 from elixir_compile.ir.schedule import BucketRef, label
 from elixir_compile.ir.share import Share, have_equal_shards
@@ -432,7 +433,7 @@ class Ranks:
         """Return the DTensor placements on the mesh of a parameter that is sharded, or else replicated."""
         return (*[Replicate()] * (self.mesh.ndim - 1), Shard(0) if is_sharded else Replicate())
 
-    def shard_numels_of(self, param: torch.Tensor) -> tuple[int, ...]:
+    def shard_numels_of(self, param: torch.Tensor) -> Shards:
         """Return the number of elements in each shard of `param`; in each copy if `param` is replicated."""
         shard = None if self.tensor_axis is None else self.tensor_axis.shard_along(param)
         if shard is None:
@@ -440,7 +441,7 @@ class Ranks:
         return (
             shard_numels(shard.shape, self.num_shards)
             if is_over_data(param)
-            else (shard.shape.numel(),) * self.num_shards
+            else Shards.equal(shard.shape.numel(), self.num_shards)
         )
 
     def reduced_dtype(self, param: torch.Tensor) -> torch.dtype:

@@ -21,6 +21,7 @@ from elixir_compile.ir import (
     Param,
     Phase,
     Placement,
+    Shards,
     Storage,
     StorageId,
     Tier,
@@ -224,7 +225,7 @@ def form_buckets(problem: Problem) -> tuple[Bucket, ...]:
         is_in_file = facts.in_file and not param.is_trained
         kind = (dtype, facts.reduce_dtype, facts.state_dtype, param.is_trained, facts.group, is_whole, is_in_file)
         # Of several ranks, each owns a shard of the parameter, or the complete parameter.
-        is_sharded = problem.num_shards > 1 and set(facts.shard_numels) != {param.numel}
+        is_sharded = problem.num_shards > 1 and not (facts.shard_numels and facts.shard_numels.are_all(param.numel))
         classes.setdefault((*kind, is_sharded), []).append(param)
     distant = _distant(params, min_bytes)
     groups = [
@@ -334,7 +335,7 @@ def _split(
 def _owned_numels(params: Iterable[_Used]) -> list[int]:
     """Return for each rank the elements of the parameters that it owns whole; empty if no parameter has one owner."""
     parts = [param.facts.shard_numels for param in params if param.facts.is_uneven]
-    return [sum(each) for each in zip(*(own for own in parts if max(own) == sum(own)), strict=True)]
+    return [sum(each) for each in zip(*(own for own in parts if own.most == own.total), strict=True)]
 
 
 def is_worth_sharding(nbytes: int, num_dims: int, num_shards: int) -> bool:
@@ -350,19 +351,25 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
     nbytes = sum(param.storage.nbytes for param in group)
     numel = nbytes // ITEM_BYTES[dtype]
     num_shards = problem.num_shards
-    shard_numels = [numel] if num_shards == 1 else [0] * num_shards
-    for param in group if num_shards > 1 else ():
-        # By default the elements are shared out as the state of ranks says, or divided by the ranks, rounded up.
-        own = param.facts.shard_numels
-        if not own and problem.state:
-            own = largest_remainder(param.numel, problem.state)
-        for rank, part in enumerate(own or (-(-param.numel // num_shards),) * num_shards):
-            shard_numels[rank] += part
+    # By default the elements are shared out as the state of ranks says, or divided by the ranks, rounded up.
+    shard_numels = (
+        Shards.equal(numel, 1)
+        if num_shards == 1
+        else Shards.added(
+            param.facts.shard_numels
+            or (
+                Shards.of(largest_remainder(param.numel, problem.state))
+                if problem.state
+                else Shards.equal(-(-param.numel // num_shards), num_shards)
+            )
+            for param in group
+        )
+    )
     whole = [
         (facts.whole_update, facts) for facts in (param.facts for param in group) if facts.whole_update is not None
     ]
     in_blocks = [param.facts.block_update for param in group if param.facts.block_update is not None]
-    is_sharded, is_owned = any(own != numel for own in shard_numels), any(param.facts.is_uneven for param in group)
+    is_sharded, is_owned = not shard_numels.are_all(numel), any(param.facts.is_uneven for param in group)
     is_uneven = is_sharded and (bool(problem.state) or is_owned)
     return Bucket(
         id=name,
@@ -373,7 +380,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
         sum_nbytes=sum(param.facts.sum_nbytes for param in group),
         dtype=dtype,
         trainable=group[0].is_trained,
-        shard_numels=tuple(shard_numels),
+        shard_numels=shard_numels,
         group=group[0].facts.group,
         reduce_dtype=group[0].facts.reduce_dtype,
         state_dtype=group[0].facts.state_dtype,
@@ -385,7 +392,7 @@ def _bucket(name: BucketId, group: list[_Used], problem: Problem) -> Bucket:
             )
             for rank in range(num_shards if whole and is_owned else 0)
         ),
-        is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * max(shard_numels),
+        is_ragged=is_uneven and _RAGGED_PRICE * numel < len(shard_numels) * shard_numels.most,
         rank=problem.rank if is_uneven else 0,
     )
 

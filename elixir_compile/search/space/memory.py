@@ -382,7 +382,8 @@ def _lowered(
         switched_bytes = live_bytes + more_bytes[tried]
         peaks_bytes = switched_bytes.max(axis=1)
         lowest = np.flatnonzero(peaks_bytes == peaks_bytes.min())
-        best, place = min((fullness(switched_bytes[place]), place) for place in lowest)
+        place = lowest[(switched_bytes[lowest] == peaks_bytes.min()).sum(axis=1).argmin()]
+        best = fullness(switched_bytes[place])
         if best >= key:
             return key, tuple(now)
         i = int(tried[place])

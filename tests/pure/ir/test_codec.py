@@ -34,6 +34,7 @@ from elixir_compile.ir import (
     RegionId,
     RegionRef,
     Saving,
+    Shards,
     Span,
     StateRef,
     StepGraph,
@@ -301,9 +302,9 @@ def changed(path: list[str | int], value: Any) -> str:
 @pytest.mark.parametrize(
     ("path", "value", "field", "expected"),
     [
-        (["format"], 5, "format", "7"),
-        (["format"], True, "format", "7"),
-        (["format"], ..., "format", "7"),
+        (["format"], 5, "format", "8 or 7"),
+        (["format"], True, "format", "8 or 7"),
+        (["format"], ..., "format", "8 or 7"),
         (["elixir"], "record", "elixir", "'plan'"),
         (["elixir"], ..., "elixir", "'plan'"),
         (["name"], ..., "name", "a value"),
@@ -318,8 +319,10 @@ def changed(path: list[str | int], value: Any) -> str:
         (["buckets", 0, "numel"], 1.0, "buckets[0].numel", "a whole number"),
         (["buckets", 0, "numel"], True, "buckets[0].numel", "a whole number"),
         (["buckets", 0, "numel"], -1, "buckets[0]", "values that agree"),
-        (["buckets", 0, "shard_numels"], 10, "buckets[0].shard_numels", "a list"),
-        (["buckets", 0, "shard_numels", 0], "10", "buckets[0].shard_numels[0]", "a whole number"),
+        (["buckets", 0, "shard_numels"], 10, "buckets[0].shard_numels", "an object with the fields of Shards"),
+        (["buckets", 0, "shard_numels", "runs"], 10, "buckets[0].shard_numels.runs", "a list"),
+        (["buckets", 0, "shard_numels", "runs", 0, 0], "10", "buckets[0].shard_numels.runs[0][0]", "a whole number"),
+        (["buckets", 0, "shard_numels", "runs", 0], [-1, 1], "buckets[0].shard_numels", "values that agree"),
         (["prediction", "step_s"], float("nan"), "prediction.step_s", "a finite number"),
         (["prediction", "step_s"], float("inf"), "prediction.step_s", "a finite number"),
         (["prediction", "step_s"], True, "prediction.step_s", "a finite number"),
@@ -357,6 +360,21 @@ def test_truncated_text_is_refused(data: st.DataObject) -> None:
     text = plan_to_json(PLAN)
     with pytest.raises(PlanFileError, match="JSON"):
         plan_from_json(text[: data.draw(st.integers(0, len(text) - 1))])
+
+
+def test_a_plan_of_format_7_reads_as_one_of_format_8() -> None:
+    """It has the elements of each rank in a list, however many ranks have equal ones."""
+    of_many = tuple(replace(bucket, shard_numels=Shards(((3, 9000), (1, 2)))) for bucket in PLAN.buckets)
+    plan = replace(PLAN, buckets=of_many)
+    data = json.loads(plan_to_json(plan)) | {"format": 7}
+    assert len(json.dumps(data)) < 2 * len(plan_to_json(PLAN))
+    for bucket in data["buckets"]:
+        bucket["shard_numels"] = [3] * 9000 + [1] * 2
+    assert plan_from_json(json.dumps(data)) == plan
+    for wrong in (10, ["3"], None):
+        data["buckets"][0]["shard_numels"] = wrong
+        with pytest.raises(PlanFileError, match=r"buckets\[0\].shard_numels: expected an object with the fields"):
+            plan_from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("text", ["", "[]", "3", "null", "[" * 100_000, '{"elixir": "plan", "elixir": "plan"}', "plan"])

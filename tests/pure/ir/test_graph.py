@@ -1,13 +1,15 @@
 """Graphs: what they check of themselves, their fingerprints, and the seconds of their ops on a machine."""
 
 import dataclasses
+import itertools
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.base.errors import InvalidPlan, PlanFileError
@@ -20,6 +22,7 @@ from elixir_compile.ir import (
     OpId,
     Phase,
     Ring,
+    Shards,
     StepGraph,
     StorageId,
     Tier,
@@ -249,7 +252,7 @@ def bucket(nbytes: int, trainable: bool = True) -> Bucket:
         state_nbytes=2 * nbytes if trainable else 0,
         dtype="float32",
         trainable=trainable,
-        shard_numels=(nbytes // 4,),
+        shard_numels=Shards.of((nbytes // 4,)),
     )
 
 
@@ -323,7 +326,7 @@ def test_copies_of_parts_are_averaged_over_their_own_ring() -> None:
 
 
 def test_ranks_of_a_node_share_the_host_and_update_their_shards() -> None:
-    shared = replace(bucket(4000), shard_numels=(250,) * 4)
+    shared = replace(bucket(4000), shard_numels=Shards.of((250,) * 4))
     assert copy_s(shared.shard_nbytes(), replace(CUDA.h2d, bytes_per_s=10.0, latency_s=2.0)) == 2 + 100
     assert update_s(shared, Tier.HOST, FOUR) == 1000 / CUDA.host.update_elements_per_s
 
@@ -453,3 +456,34 @@ def test_more_work_is_never_faster(flops: int, moved: int, more_flops: int, more
     assert collective_s(moved, FOUR) <= collective_s(moved + more_moved, FOUR)
     for tier in (Tier.DEVICE, Tier.HOST):
         assert update_s(bucket(moved), tier, CUDA) <= update_s(bucket(moved + more_moved), tier, CUDA)
+
+
+_NUMELS = st.lists(st.sampled_from([0, 1, 5]), min_size=1, max_size=9)
+
+
+@given(_NUMELS, st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_shards_are_the_sequence_of_their_numbers_in_runs(numels: list[int], random: Random) -> None:
+    shards = Shards.of(numels)
+    assert list(shards) == numels
+    assert (len(shards), shards.most, shards.total) == (len(numels), max(numels), sum(numels))
+    assert [shards[rank] for rank in range(-len(numels), len(numels))] == numels * 2
+    assert shards[1:] == tuple(numels[1:])
+    assert all(shards.are_all(numel) == (set(numels) == {numel}) for numel in (0, 1, 5))
+    assert len(shards.runs) == len(list(itertools.groupby(numels)))
+    others = [[random.choice([0, 2, 5]) for _ in numels] for _ in range(3)]
+    assert Shards.added(map(Shards.of, [numels, *others])) == Shards.of(map(sum, zip(numels, *others, strict=True)))
+    for rank in (len(numels), -len(numels) - 1):
+        with pytest.raises(IndexError):
+            shards[rank]
+
+
+@pytest.mark.parametrize("runs", [((-1, 2),), ((1, 0),), ((1, 2), (1, 1))])
+def test_shards_with_negative_empty_or_equal_runs_are_refused(runs: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(InvalidPlan, match=r"shards .* have"):
+        Shards(runs)
+
+
+def test_shards_of_other_ranks_are_not_added() -> None:
+    with pytest.raises(ValueError, match="shards of 2, 3 ranks"):
+        Shards.added([Shards.equal(1, 2), Shards.equal(1, 3)])

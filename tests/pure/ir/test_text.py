@@ -27,6 +27,7 @@ from elixir_compile.ir import (
     Record,
     Saving,
     Schedule,
+    Shards,
     Span,
     StepGraph,
     Storage,
@@ -167,7 +168,7 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: graph(op("a", Phase.BACKWARD), op("b")), "op b of the forward comes after the backward began"),
         (lambda: graph(op("a", Phase.UPDATE)), "expected at most one, named `update`"),
         (lambda: dataclasses.replace(BUCKET, numel=-1), "bucket b0 has a negative size"),
-        (lambda: dataclasses.replace(BUCKET, shard_numels=(21, -1)), "bucket b0 has a negative size"),
+        (lambda: dataclasses.replace(BUCKET, shard_numels=Shards.of((21, -1))), "shards 21 -1 have a negative size"),
         (lambda: dataclasses.replace(BUCKET, params=BUCKET.params * 2), "lists a parameter twice"),
         (lambda: dataclasses.replace(BUCKET, trainable=False), "is frozen, yet has 160 bytes of optimizer state"),
         (
@@ -187,7 +188,7 @@ def graph(*ops: Op, storages: tuple[Storage, ...] = (TEMP,), outputs: tuple[str,
         (lambda: dataclasses.replace(PLAN.prediction, step_s=float("nan")), "step_s = nan"),
         (lambda: dataclasses.replace(PLAN.prediction, device_peak_bytes=-1), "a negative peak"),
         (lambda: dataclasses.replace(PLAN.decisions[0], cost_s=float("inf")), "costs inf s"),
-        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 7"),
+        (lambda: dataclasses.replace(PLAN, format=1), "has format 1; this version makes format 8"),
         (
             lambda: Placement(
                 bucket=BucketId("b0"), param=Tier.DEVICE, optim=Tier.DEVICE, streamed=True, resident=True
@@ -375,7 +376,7 @@ def test_gradient_sums_of_a_bucket_are_printed_if_there_are_any() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shard_numels", "text"),
+    ("numels", "text"),
     [
         ((10,), "shards 10"),
         ((5, 5), "shards 5 5"),
@@ -385,8 +386,8 @@ def test_gradient_sums_of_a_bucket_are_printed_if_there_are_any() -> None:
         ((9, *[8] * 1000, 0, 0, 0), "shards 9 8 x 1000 0 x 3"),
     ],
 )
-def test_shards_of_many_ranks_take_few_words(shard_numels: tuple[int, ...], text: str) -> None:
+def test_shards_of_many_ranks_take_few_words(numels: tuple[int, ...], text: str) -> None:
     first, *others = PRINTED.buckets
-    plan = dataclasses.replace(PRINTED, buckets=(dataclasses.replace(first, shard_numels=shard_numels), *others))
+    plan = dataclasses.replace(PRINTED, buckets=(dataclasses.replace(first, shard_numels=Shards.of(numels)), *others))
     assert f"  {text}  params" in str(plan)
     assert plan_from_json(plan_to_json(plan)) == plan

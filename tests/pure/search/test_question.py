@@ -121,7 +121,7 @@ def packed(text: str) -> bytes:
 
 def test_the_file_is_gzipped_json_with_a_format() -> None:
     data = fields_of(ASKED)
-    assert (data["elixir"], data["format"]) == ("question", 2)
+    assert (data["elixir"], data["format"]) == ("question", 3)
     assert data["problem"]["savings"] == ["keep", "offload", "recompute"]
     assert [op["id"] for op in data["problem"]["graph"]["ops"]] == [op.id for op in PROBLEM.graph.ops]
 
@@ -141,8 +141,8 @@ CONTENT = question_to_bytes(ASKED)
         (gzip.compress(b"\xff\xfe", mtime=0), "byte 0 that is no UTF-8"),
         (packed("{}"), "elixir: expected 'question', got 'nothing'"),
         (
-            packed(json.dumps(fields_of(ASKED) | {"format": 3})),
-            "format: expected 2 or 1 (a later elixir_compile wrote the question; that version reads it), got 3",
+            packed(json.dumps(fields_of(ASKED) | {"format": 4})),
+            "format: expected 3 or 2 or 1 (a later elixir_compile wrote the question; that version reads it), got 4",
         ),
         (packed(json.dumps(fields_of(ASKED) | {"more": 2})), "more: expected no such field"),
         (packed("[" * 100_000), "JSON of a few levels"),
@@ -197,7 +197,23 @@ def test_values_that_no_question_has_are_refused(change: dict[str, Any], sentenc
     assert sentence in str(caught.value)
 
 
-def test_a_question_of_format_1_reads_as_one_of_format_2() -> None:
+def with_numels_by_rank(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a question with shards as a list of one number for each rank, as up to format 2."""
+    for record in (*data["problem"]["params"].values(), *data["problem"]["buckets"]):
+        if "shard_numels" in record:
+            record["shard_numels"] = [numel for numel, count in record["shard_numels"]["runs"] for _ in range(count)]
+    return data
+
+
+@given(questions())
+@settings(max_examples=20)
+def test_a_question_of_format_2_reads_as_one_of_format_3(asked: Question) -> None:
+    """It has the elements of each rank in a list, however many ranks have equal ones."""
+    data = with_numels_by_rank(fields_of(asked)) | {"format": 2}
+    assert question_from_bytes(packed(json.dumps(data))) == asked
+
+
+def test_a_question_of_format_1_reads_as_one_of_this_format() -> None:
     """It has a mapping for each fact about parameters, of those that have it."""
     facts: dict[str, dict[StorageId, Any]] = {
         "state_nbytes": {StorageId("p0"): 0, StorageId("p1"): 16},
@@ -205,7 +221,7 @@ def test_a_question_of_format_1_reads_as_one_of_format_2() -> None:
         "sum_nbytes": {StorageId("p0"): 12},
         "reduce_dtype": {StorageId("p0"): "float32"},
         "group": {StorageId("p1"): 2},
-        "shard_numels": {StorageId("p2"): (7,)},
+        "shard_numels": {StorageId("p2"): [7]},
         "narrower_nbytes": {StorageId("p0"): (("bfloat16", 4),)},
     }
     asked = replace(ASKED, problem=replace(PROBLEM, params=with_facts({}, **facts), narrower_dtype="bfloat16"))

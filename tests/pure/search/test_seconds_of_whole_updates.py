@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from elixir_compile.base.errors import InvalidPlan
-from elixir_compile.ir import Bucket, BucketId, Kind, Plan, Saving, StorageId, Tier, Update, WholeUpdate
+from elixir_compile.ir import Bucket, BucketId, Kind, Plan, Saving, Shards, StorageId, Tier, Update, WholeUpdate
 from elixir_compile.ir.cost import streamed_copies, update_s
 from elixir_compile.ir.hardware import preset
 from elixir_compile.search import Problem, plan
@@ -144,7 +144,7 @@ def test_more_bytes_or_flops_never_take_fewer_seconds(
             state_nbytes=num * nbytes,
             dtype="float32",
             trainable=True,
-            shard_numels=(num * nbytes,),
+            shard_numels=Shards.of((num * nbytes,)),
             whole_update=whole,
         )
         copies, own_s = streamed_copies(bucket, Tier.HOST, A100), update_s(bucket, Tier.DEVICE, A100)

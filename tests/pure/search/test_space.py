@@ -22,6 +22,7 @@ from elixir_compile.ir import (
     Phase,
     Placement,
     Plan,
+    Shards,
     StepGraph,
     StorageId,
     Tier,
@@ -126,7 +127,7 @@ def test_buckets_in_force_are_kept_and_their_names_not_reused() -> None:
         state_nbytes=0,
         dtype="float32",
         trainable=True,
-        shard_numels=(25,),
+        shard_numels=Shards.of((25,)),
     )
     home = Placement(bucket=kept.id, param=Tier.DEVICE, optim=Tier.DEVICE, resident=True)
     made = form_buckets(problem(graph, buckets=(kept,), placements=(home,)))

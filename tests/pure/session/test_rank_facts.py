@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from elixir_compile.base.errors import PlanFileError, PlanMismatch
 from elixir_compile.base.options import Fractions
-from elixir_compile.ir import Calls, Kind, Phase, Saving, StepGraph, Update
+from elixir_compile.ir import Calls, Kind, Phase, Saving, Shards, StepGraph, Update
 from elixir_compile.ir.kinds import Batched
 from elixir_compile.ir.share import equal_shares
 from elixir_compile.search import Problem, plan
@@ -143,7 +143,7 @@ def test_ranks_with_more_memory_than_any_plan_takes_are_one_class() -> None:
 def test_a_bucket_that_is_whole_on_each_rank_may_be_released_on_some() -> None:
     """Only gathers of shards are collectives; whether a copy of the rank's own stays is its home."""
     for shards, is_legal in (((PLAN.buckets[0].numel,), True), ((201, 200), False)):
-        bucket = replace(PLAN.buckets[0], shard_numels=shards)
+        bucket = replace(PLAN.buckets[0], shard_numels=Shards.of(shards))
         kept = replace(PLAN.placements[0], resident=True)
         both = [
             replace(PROBLEM, buckets=(bucket,), placements=(placement,))
@@ -236,7 +236,7 @@ def test_the_digest_of_a_plan_depends_on_its_actions_only() -> None:
     prediction = replace(PLAN.prediction, step_s=9.0, device_peak_bytes=1)
     assert plan_digest(replace(PLAN, name="other", graph="other", prediction=prediction)) == plan_digest(PLAN)
     schedule = replace(PLAN.schedules[0], actions=PLAN.schedules[0].actions[1:])
-    bucket = replace(PLAN.buckets[0], shard_numels=(1,))
+    bucket = replace(PLAN.buckets[0], shard_numels=Shards.of((1,)))
     changed = [
         replace(PLAN, schedules=(schedule,)),
         replace(PLAN, buckets=(bucket, *PLAN.buckets[1:])),

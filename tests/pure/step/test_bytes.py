@@ -23,6 +23,7 @@ from elixir_compile.ir import (
     Placement,
     Plan,
     Saving,
+    Shards,
     StepGraph,
     StorageId,
     Tier,
@@ -224,7 +225,7 @@ BUCKET = Bucket(
     state_nbytes=8000,
     dtype="float32",
     trainable=True,
-    shard_numels=(1000,),
+    shard_numels=Shards.of((1000,)),
 )
 
 
@@ -273,7 +274,7 @@ def test_sums_of_gradients(param: Tier, optim: Tier, wanted_bytes: int) -> None:
 def test_sums_in_the_dtype_of_gradients(param: Tier, optim: Tier, wanted_bytes: int) -> None:
     """The buffer of the gradients holds the sums; a second buffer holds those that arrive."""
     assert sum_host_bytes(replace(BUCKET, sum_nbytes=4000), param, optim) == wanted_bytes
-    shared = replace(BUCKET, sum_nbytes=4000, shard_numels=(600, 400))
+    shared = replace(BUCKET, sum_nbytes=4000, shard_numels=Shards.of((600, 400)))
     assert sum_host_bytes(shared, param, optim) == wanted_bytes * 600 // 1000
 
 

@@ -21,6 +21,7 @@ from elixir_compile.ir import (
     Plan,
     Saving,
     Schedule,
+    Shards,
     StepGraph,
     StorageId,
     Tier,
@@ -284,10 +285,14 @@ def with_prediction(**changes: Any) -> Plan:
         (with_bucket(1, params=("s0",)), "b1 holds s0, which is not a parameter of the graph", "b1"),
         (with_bucket(1, dtype="bfloat16"), "b1 mixes dtypes: w1 is float32, the bucket bfloat16", "b1"),
         (with_bucket(1, nbytes=41), "b1 claims 41 bytes, but its parameters have 40", "b1"),
-        (with_bucket(1, shard_numels=(5, 5)), r"b1 has 10 elements in shards of 5 5 for 1 ranks", "b1"),
-        (with_bucket(1, shard_numels=(9,)), r"b1 has 10 elements in shards of 9 for 1 ranks", "b1"),
-        (with_bucket(1, shard_numels=(11,)), r"b1 has 10 elements in shards of 11 for 1 ranks", "b1"),
-        (with_bucket(1, numel=9, shard_numels=(9,)), "b1 claims 9 elements, but 40 bytes of float32 hold", "b1"),
+        (with_bucket(1, shard_numels=Shards.of((5, 5))), r"b1 has 10 elements in shards of 5 5 for 1 ranks", "b1"),
+        (with_bucket(1, shard_numels=Shards.of((9,))), r"b1 has 10 elements in shards of 9 for 1 ranks", "b1"),
+        (with_bucket(1, shard_numels=Shards.of((11,))), r"b1 has 10 elements in shards of 11 for 1 ranks", "b1"),
+        (
+            with_bucket(1, numel=9, shard_numels=Shards.of((9,))),
+            "b1 claims 9 elements, but 40 bytes of float32 hold",
+            "b1",
+        ),
         (without_bucket(3), r"a parameter of the graph, is in no bucket", "b2"),
         (with_gradient_name(), "b0.grad has the name of another bucket's gradient in actions", "b0.grad"),
         (with_bucket(1, trainable=False, state_nbytes=0), "b1 is frozen, but the graph writes a gradient", "b1"),
@@ -343,7 +348,7 @@ def test_ranks_are_counted_from_zero() -> None:
 def test_every_rank_is_checked() -> None:
     whole = make_plan(GRAPH, BUCKETS, ["host"] * len(BUCKETS))
     good = whole.schedules[0].actions
-    buckets = tuple(dataclasses.replace(bucket, shard_numels=(5, 5)) for bucket in whole.buckets)
+    buckets = tuple(dataclasses.replace(bucket, shard_numels=Shards.of((5, 5))) for bucket in whole.buckets)
     for actions in (good, good[1:]):
         schedules = (whole.schedules[0], Schedule(rank=1, actions=actions))
         plan = dataclasses.replace(whole, buckets=buckets, schedules=(schedules[0],))
@@ -380,7 +385,7 @@ def test_ranks_with_different_actions_are_refused(cut: int) -> None:
     good = whole.schedules[0].actions
     assert [action.verb for action in good[-2:]] == [Verb.UPDATE, Verb.UPDATE]
     other = (*good[:-2], good[-1], good[-2]) if cut == 0 else good[:1]
-    buckets = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in whole.buckets)
+    buckets = tuple(dataclasses.replace(bucket, shard_numels=Shards.equal(bucket.numel, 2)) for bucket in whole.buckets)
     schedules = (whole.schedules[0], Schedule(rank=1, actions=other))
     plan = claim_peak(GRAPH, dataclasses.replace(whole, buckets=buckets, schedules=schedules))
     sentence = "Rank 1 has another action than rank 0" if cut == 0 else "is never run"
@@ -471,7 +476,7 @@ def test_state_on_disk_is_legal_wherever_the_parameters_are(number: int) -> None
 def test_only_parameters_that_are_not_updated_whole_are_on_disk() -> None:
     """b0 is trained, b3 is frozen; each rank of two has files of its own."""
     there = {"param": Tier.DISK, "optim": Tier.DISK}
-    of_two = tuple(dataclasses.replace(bucket, shard_numels=(bucket.numel,) * 2) for bucket in PLAN.buckets)
+    of_two = tuple(dataclasses.replace(bucket, shard_numels=Shards.equal(bucket.numel, 2)) for bucket in PLAN.buckets)
     for number, buckets in itertools.product((0, 3), (PLAN.buckets, of_two)):
         placed = dataclasses.replace(with_placement(number, **there), buckets=buckets, budget_bytes=10**6)
         plan = with_peaks(GRAPH, placed)

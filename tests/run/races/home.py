@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
+from elixir_compile.ir import Bucket, BucketId, Placement, Shards, StorageId, Tier, Update, Verb
 from elixir_compile.optim.adamw_rule import AdamWRule
 from elixir_compile.optim.update import Updater
 from elixir_compile.runtime.bucket import RunningBucket
@@ -47,7 +47,7 @@ class Home(nn.Module):
     def adopt(self, tier: Tier = Tier.HOST, *, for_training: bool) -> None:
         spec = Bucket(
             id=B0, params=(StorageId("p0"), StorageId("p1")), numel=8, nbytes=32, state_nbytes=0, dtype="float32",
-            trainable=True, shard_numels=(8,),
+            trainable=True, shard_numels=Shards.of((8,)),
         )  # fmt: skip
         placement = Placement(bucket=B0, param=tier, optim=Tier.HOST, resident=False)
         self.executor.buckets.adopt([spec], [placement], for_training=for_training)

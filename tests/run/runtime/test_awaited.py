@@ -16,7 +16,7 @@ from torch import nn
 
 import elixir_compile as elixir
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.ir import Bucket, BucketId, Placement, StorageId, Tier, Update, Verb
+from elixir_compile.ir import Bucket, BucketId, Placement, Shards, StorageId, Tier, Update, Verb
 from elixir_compile.runtime.bucket import live_slab_bytes
 from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.updates import UpdateLine
@@ -360,7 +360,14 @@ class Home:
             self.executor.add_slot(f"p{index}", param)
         names = (StorageId("p0"), StorageId("p1"))
         spec = Bucket(
-            id=B0, params=names, numel=8, nbytes=32, state_nbytes=0, dtype="float32", trainable=True, shard_numels=(8,)
+            id=B0,
+            params=names,
+            numel=8,
+            nbytes=32,
+            state_nbytes=0,
+            dtype="float32",
+            trainable=True,
+            shard_numels=Shards.of((8,)),
         )
         placement = Placement(bucket=B0, param=Tier.HOST, optim=Tier.HOST, resident=False)
         self.executor.buckets.adopt([spec], [placement], for_training=True)
