@@ -18,9 +18,10 @@ from typing import Any
 
 import torch
 
-from elixir_compile.base.errors import ElixirWarning
+from elixir_compile.base.errors import ElixirError, ElixirWarning
 from elixir_compile.base.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.base.options import Options
+from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.base.version import __version__, source_digest
 from elixir_compile.graph.capture.captured import KernelBytes, KernelCall
 from elixir_compile.ir import PLAN_FORMAT, Op, Plan, Tier, plan_from_json, plan_to_json
@@ -28,7 +29,10 @@ from elixir_compile.ir.hardware import hardware_fingerprint
 from elixir_compile.runtime.lowering import in_own_memory
 from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.search import Problem
+from elixir_compile.search.greedy import RULES
 from elixir_compile.search.joint.variants import plan_as_asked
+from elixir_compile.search.outer import decision
+from elixir_compile.search.reasons import predicted
 from elixir_compile.session.machine import machine_path
 from elixir_compile.step import verify
 from elixir_compile.step.divide import micro_batches_of
@@ -36,12 +40,19 @@ from elixir_compile.step.divide import micro_batches_of
 # ----------------------------------------------------------------------------------------------------------------------
 # Cache plans on disk: each problem is searched once, and later runs read its plan.
 #
-#   key = SHA-256 of graph, machine, budgets, options, all else in the `Problem`, and the planner's own source
+#   key = <step>-<asked>
+#   step = SHA-256 of graph, ranks, planner, all else in the `Problem` that decides which plans are legal and how long
+#          they take, and the planner's own source
+#   asked = SHA-256 of budgets, rates of the machine and seconds of search
 #   <cache folder>/plans/<key>.json
 #   <cache folder>/accumulation/<key>.json    empty: the step of this problem accumulates gradients
 #
 # A budget from free memory is another number in every run, so it is not in the key. A plan found under such a budget is
 # used if it fits the memory that is free now, unless so much more is free that a better plan is likely.
+#
+# No search tries everything, so one with more memory or a faster link may find a longer step. A plan for the same step
+# that was asked for with other memory or rates is an incumbent: it is taken if it fits, and its step is the shorter
+# one, simulated with the present rates. So no plan is slower than an earlier one with less memory or slower links.
 
 
 log = logging.getLogger("elixir_compile")
@@ -59,15 +70,17 @@ _PLANNING = tuple(f"{name}/**/*.py" for name in ("base", "ir", "step", "search")
 def plan_for(problem: Problem, options: Options) -> Plan:
     """Return the plan of an earlier run if it is usable here; else search for a plan and cache it for later runs.
 
-    Raises the errors of `search.plan`; nothing is cached then.
+    If an earlier plan for the same step, under other budgets or on a machine with other rates, is faster here, it is
+    taken instead. Raises the errors of `search.plan`; nothing is cached then.
     """
     found = cached_plan(problem, options)
     if found is not None:
         log.info("plan from cache   %s", found.name)
-        return found
-    made = plan_as_asked(problem, options)
-    store_plan(made, problem, options)
-    return made
+    made = plan_as_asked(problem, options) if found is None else found
+    best = _with_incumbents(made, problem, options)
+    if found is None or best is not found:
+        store_plan(best, problem, options)
+    return best
 
 
 def cached_plan(problem: Problem, options: Options) -> Plan | None:
@@ -126,8 +139,51 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
         )
 
 
+_MOST_INCUMBENTS = 32
+"""The most earlier plans for a step that are compared, those used last; each takes the time to read and simulate it."""
+_ROUNDING = 1e-9
+"""A step that is shorter by less than this share is the same step, added up in another order."""
+_SEARCH = "search"
+"""The subject of the decision that an incumbent is taken."""
+
+
+def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
+    """Return the fastest of `made`, the plan for `problem`, and earlier plans for its step that fit here.
+
+    The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays.
+    """
+    if not options.plan_cache or options.planner in RULES:
+        return made
+    path, best = _path(problem, options), made
+    aged: list[tuple[float, Path]] = []
+    for other in path.parent.glob(f"{path.name.partition('-')[0]}-*.json"):
+        with suppress(OSError):
+            aged.append((-other.stat().st_mtime, other))
+    for _, other in sorted(aged)[:_MOST_INCUMBENTS]:
+        earlier = read_cached(other, plan_from_json, lambda *_: None)  # a broken file is removed when it is asked for
+        if earlier is None or earlier.prediction.device_peak_bytes > problem.budget_bytes:
+            continue
+        if earlier.prediction.host_peak_bytes > problem.host_budget_bytes:
+            continue
+        asked = {name: getattr(made, name) for name in ("name", "cluster", "budget_bytes")}
+        proved = {name: getattr(made, name) for name in ("bound_s", "binding", "gib_bound_s")}
+        again = replace(earlier, **asked, **proved)
+        with suppress(ElixirError):
+            verify(problem.graph, again)
+            again = replace(again, prediction=predicted(problem, again)[0])
+            if again.prediction.step_s < best.prediction.step_s * (1 - _ROUNDING):
+                best = again
+    if best is made:
+        return made
+    longer_s = made.prediction.step_s - best.prediction.step_s
+    because = f"a search with {format_bytes(made.budget_bytes)} found a step that is {format_s(longer_s)} longer"
+    others = tuple(own for own in best.decisions if own.subject != _SEARCH)
+    return replace(best, decisions=(*others, decision(_SEARCH, "a plan of an earlier search", because)))
+
+
 def plan_key(problem: Problem, options: Options) -> str:
-    """Return 32 hex digits that differ if anything differs on which the plan depends."""
+    """Return twice 16 hex digits, of which the first differ if the step differs that is planned, and the second if
+    anything else differs on which the plan depends."""
     # All of the graph but its name and the source lines of the user's code. Its fingerprint is not enough: it lacks the
     # costs, on which plans depend, and the ids of ops, named by regions.
     op_fields = [field.name for field in fields(Op) if field.name != "source"]
@@ -140,20 +196,25 @@ def plan_key(problem: Problem, options: Options) -> str:
     asked = [
         (field.name, _canonical(getattr(problem, field.name)))
         for field in fields(problem)
-        if field.name not in ("name", "graph", "cluster", "budget_bytes", "host_budget_bytes")
+        if field.name not in ("name", "graph", "cluster", "budget_bytes", "host_budget_bytes", "measured")
     ]
     # How the search chooses the number of micro-batches; the problem has a number that is given.
     choice = options.micro_batches if isinstance(options.micro_batches, str) else ""
-    parts = [
+    cluster = problem.cluster
+    step = [
         ("version", __version__, PLAN_FORMAT, source_digest(*_PLANNING)),
         ("graph", digest.hexdigest()),
-        ("machine", hardware_fingerprint(problem.cluster)),
-        ("device", "free" if options.device_memory is None else problem.budget_bytes),
-        ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
-        ("options", options.planner, options.search_timeout, choice),
+        ("ranks", cluster.num_ranks, cluster.num_local_ranks, cluster.copies_overlap),
+        ("options", options.planner, choice),
         *asked,
     ]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+    memory = [
+        ("machine", hardware_fingerprint(cluster), problem.measured),
+        ("device", "free" if options.device_memory is None else problem.budget_bytes),
+        ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
+        ("search", options.search_timeout),
+    ]
+    return "-".join(hashlib.sha256(repr(parts).encode()).hexdigest()[:16] for parts in (step, memory))
 
 
 def remember_accumulation(problem: Problem, options: Options) -> None:

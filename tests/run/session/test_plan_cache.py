@@ -24,8 +24,10 @@ from elixir_compile.ir.hardware import profile_for
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem, plan
 from elixir_compile.search.joint.variants import plan_as_asked
+from elixir_compile.search.reasons import predicted
 from elixir_compile.session import backend, cache, planned_graph, planning, programs
 from elixir_compile.session.cache import cached_plan, plan_for, plan_key, store_plan
+from elixir_compile.step import verify
 from tests.pure.problems import chain_of, problem_of, tight_problem
 from tests.pure.strategies import with_facts
 from tests.run.models import Stack
@@ -231,6 +233,82 @@ def test_a_broken_file_is_removed_with_a_warning(
     assert not path.exists()
     assert plan_for(PROBLEM, OPTIONS) == first
     assert len(searched) == 2
+
+
+# Plans of other budgets and rates are incumbents.
+
+
+LARGER = replace(PROBLEM, budget_bytes=PROBLEM.budget_bytes + 4096)
+
+
+@pytest.fixture
+def slow_search(monkeypatch: pytest.MonkeyPatch) -> Callable[[Problem, Options], Plan]:
+    """Let the search for any budget but that of `PROBLEM` find the plan of the smallest budget; return it."""
+    with pytest.raises(elixir.NoFeasiblePlan) as caught:
+        plan(replace(PROBLEM, budget_bytes=0), "greedy")
+    slow = plan(replace(PROBLEM, budget_bytes=caught.value.needed_bytes), "greedy")
+
+    def search(problem: Problem, options: Options) -> Plan:
+        if problem.budget_bytes == PROBLEM.budget_bytes and problem.cluster == PROBLEM.cluster:
+            return plan_as_asked(problem, options)
+        found = replace(slow, budget_bytes=problem.budget_bytes)
+        return replace(found, prediction=predicted(problem, found)[0], bound_s=0.0)
+
+    monkeypatch.setattr(cache, "plan_as_asked", search)
+    assert search(LARGER, OPTIONS).prediction.step_s > plan(PROBLEM, "greedy").prediction.step_s
+    return search
+
+
+@pytest.mark.parametrize("comes_first", [PROBLEM, LARGER], ids=["less memory first", "more memory first"])
+def test_more_memory_never_makes_a_slower_plan(
+    comes_first: Problem, slow_search: Callable[[Problem, Options], Plan]
+) -> None:
+    plan_for(comes_first, OPTIONS)
+    less, more = plan_for(PROBLEM, OPTIONS), plan_for(LARGER, OPTIONS)
+    assert more.prediction == less.prediction
+    assert more.placements == less.placements
+    assert (more.budget_bytes, more.bound_s) == (LARGER.budget_bytes, 0.0)
+    (said,) = [own for own in more.decisions if own.subject == "search"]
+    assert "found a step that is" in said.because
+    verify(LARGER.graph, more)
+    assert plan_for(LARGER, OPTIONS) == more  # kept, with one such decision
+
+
+def test_a_faster_link_never_makes_a_slower_plan(slow_search: Callable[[Problem, Options], Plan]) -> None:
+    node = PROBLEM.cluster.nodes[0]
+    links = {
+        name: replace(link, bytes_per_s=2 * link.bytes_per_s) for name, link in (("h2d", node.h2d), ("d2h", node.d2h))
+    }
+    faster = replace(PROBLEM, cluster=replace(PROBLEM.cluster, nodes=(replace(node, **links),)))
+    before = plan_for(PROBLEM, OPTIONS)
+    found = plan_for(faster, OPTIONS)
+    assert found.placements == before.placements
+    assert found.prediction == predicted(faster, before)[0]
+    assert found.prediction.step_s <= before.prediction.step_s < slow_search(faster, OPTIONS).prediction.step_s
+
+
+def test_plans_that_do_not_fit_and_those_of_rules_are_no_incumbents(
+    slow_search: Callable[[Problem, Options], Plan],
+) -> None:
+    plan_for(PROBLEM, OPTIONS)
+    smaller = replace(PROBLEM, budget_bytes=plan(PROBLEM, "greedy").prediction.device_peak_bytes - 1)
+    assert plan_for(smaller, OPTIONS) == slow_search(smaller, OPTIONS)
+    short = replace(LARGER, host_budget_bytes=1)
+    assert plan_for(short, OPTIONS) == slow_search(short, OPTIONS)
+    rule = replace(OPTIONS, planner="zero_offload")
+    store_plan(plan(PROBLEM, "greedy"), PROBLEM, rule)
+    assert plan_for(LARGER, rule) == slow_search(LARGER, rule)
+    other = replace(LARGER, graph=with_flops(LARGER.graph))
+    assert plan_for(other, OPTIONS) == slow_search(other, OPTIONS)
+
+
+@pytest.mark.parametrize("spoil", [half, unreadable, illegal, foreign])
+def test_a_broken_incumbent_is_left_out(
+    spoil: Callable[[Path], None], folder: Path, slow_search: Callable[[Problem, Options], Plan]
+) -> None:
+    plan_for(PROBLEM, OPTIONS)
+    spoil(cached_file(folder))
+    assert plan_for(LARGER, OPTIONS) == slow_search(LARGER, OPTIONS)
 
 
 def test_a_cache_folder_that_cannot_be_made_warns(folder: Path) -> None:
