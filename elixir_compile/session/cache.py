@@ -31,7 +31,7 @@ from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.search import Problem
 from elixir_compile.search.greedy import RULES
 from elixir_compile.search.joint.variants import plan_as_asked
-from elixir_compile.search.outer import decision
+from elixir_compile.search.outer import GAIN, decision
 from elixir_compile.search.reasons import predicted
 from elixir_compile.session.machine import machine_path
 from elixir_compile.step import verify
@@ -150,11 +150,13 @@ _SEARCH = "search"
 def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
     """Return the fastest of `made`, the plan for `problem`, and earlier plans for its step that fit here.
 
-    The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays.
+    The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays. As in a search,
+    a plan that keeps everything on the device gives way to a step that is shorter by more than `outer.GAIN` alone.
     """
     if not options.plan_cache or options.planner in RULES:
         return made
     path, best = _path(problem, options), made
+    limit_s = made.prediction.step_s * (1 - (GAIN if _has_all_on_device(made) else _ROUNDING))
     aged: list[tuple[float, Path]] = []
     for other in path.parent.glob(f"{path.name.partition('-')[0]}-*.json"):
         with suppress(OSError):
@@ -171,8 +173,8 @@ def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
         with suppress(ElixirError):
             verify(problem.graph, again)
             again = replace(again, prediction=predicted(problem, again)[0])
-            if again.prediction.step_s < best.prediction.step_s * (1 - _ROUNDING):
-                best = again
+            if again.prediction.step_s < limit_s:
+                best, limit_s = again, again.prediction.step_s * (1 - _ROUNDING)
     if best is made:
         return made
     longer_s = made.prediction.step_s - best.prediction.step_s

@@ -302,6 +302,18 @@ def test_plans_that_do_not_fit_and_those_of_rules_are_no_incumbents(
     assert plan_for(other, OPTIONS) == slow_search(other, OPTIONS)
 
 
+@pytest.mark.parametrize(("share", "is_taken"), [(0.995, False), (0.98, True)])
+def test_everything_stays_on_the_device_unless_a_plan_that_moves_some_is_worth_it(
+    share: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = plan(replace(PROBLEM, budget_bytes=GIB), "greedy")
+    plan_for(PROBLEM, OPTIONS)
+    prediction = replace(everything.prediction, step_s=share * everything.prediction.step_s)
+    monkeypatch.setattr(cache, "predicted", lambda problem, made: (prediction, None))
+    found = plan_for(replace(PROBLEM, budget_bytes=GIB), OPTIONS)
+    assert (found.placements != everything.placements) == is_taken
+
+
 @pytest.mark.parametrize("spoil", [half, unreadable, illegal, foreign])
 def test_a_broken_incumbent_is_left_out(
     spoil: Callable[[Path], None], folder: Path, slow_search: Callable[[Problem, Options], Plan]
