@@ -6,10 +6,11 @@ import functools
 import hashlib
 import json
 import logging
+import math
 import os
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from itertools import islice
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from elixir_compile.base.errors import ElixirError, ElixirWarning
+from elixir_compile.base.errors import ElixirError, ElixirWarning, NoFeasiblePlan
 from elixir_compile.base.folders import cache_dir, drop_oldest, read_cached, write_cached
 from elixir_compile.base.options import Options
 from elixir_compile.base.units import format_bytes, format_s
@@ -40,10 +41,11 @@ from elixir_compile.step.divide import micro_batches_of
 # ----------------------------------------------------------------------------------------------------------------------
 # Cache plans on disk: each problem is searched once, and later runs read its plan.
 #
-#   key = <step>-<asked>
+#   key = <step>-<rates>-<asked>
 #   step = SHA-256 of graph, ranks, planner, all else in the `Problem` that decides which plans are legal and how long
 #          they take, and the planner's own source
-#   asked = SHA-256 of budgets, rates of the machine and seconds of search
+#   rates = SHA-256 of the machine and what was measured on it
+#   asked = SHA-256 of budgets and seconds of search
 #   <cache folder>/plans/<key>.json
 #   <cache folder>/accumulation/<key>.json    empty: the step of this problem accumulates gradients
 #
@@ -53,6 +55,7 @@ from elixir_compile.step.divide import micro_batches_of
 # No search tries everything, so one with more memory or a faster link may find a longer step. A plan for the same step
 # that was asked for with other memory or rates is an incumbent: it is taken if it fits, and its step is the shorter
 # one, simulated with the present rates. So no plan is slower than an earlier one with less memory or slower links.
+# Without a cache, a search that may have missed much is compared with that for a budget of 3 % less at most.
 
 
 log = logging.getLogger("elixir_compile")
@@ -139,10 +142,13 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
         )
 
 
-_MOST_INCUMBENTS = 32
-"""The most earlier plans for a step that are compared, those used last; each takes the time to read and simulate it."""
+_MOST_INCUMBENTS, _MOST_SIMULATED = 64, 8
+"""The most earlier plans for a step whose predictions are read, those used last, and of those for other rates the most
+that are simulated."""
 _ROUNDING = 1e-9
 """A step that is shorter by less than this share is the same step, added up in another order."""
+_RUNG, _OPEN_GAP = 1.03, 0.02
+"""Without a cache, a plan with a larger gap than `_OPEN_GAP` is compared with that of a power of `_RUNG` as budget."""
 _SEARCH = "search"
 """The subject of the decision that an incumbent is taken."""
 
@@ -153,39 +159,65 @@ def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
     The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays. As in a search,
     a plan that keeps everything on the device gives way to a step that is shorter by more than `outer.GAIN` alone.
     """
-    if not options.plan_cache or options.planner in RULES:
+    if options.planner in RULES:
         return made
-    path, best = _path(problem, options), made
+    best = made
     limit_s = made.prediction.step_s * (1 - (GAIN if _has_all_on_device(made) else _ROUNDING))
-    aged: list[tuple[float, Path]] = []
-    for other in path.parent.glob(f"{path.name.partition('-')[0]}-*.json"):
-        with suppress(OSError):
-            aged.append((-other.stat().st_mtime, other))
-    for _, other in sorted(aged)[:_MOST_INCUMBENTS]:
-        earlier = read_cached(other, plan_from_json, lambda *_: None)  # a broken file is removed when it is asked for
-        if earlier is None or earlier.prediction.device_peak_bytes > problem.budget_bytes:
-            continue
-        if earlier.prediction.host_peak_bytes > problem.host_budget_bytes:
-            continue
-        asked = {name: getattr(made, name) for name in ("name", "cluster", "budget_bytes")}
-        proved = {name: getattr(made, name) for name in ("bound_s", "binding", "gib_bound_s")}
+    asked = {name: getattr(made, name) for name in ("name", "cluster", "budget_bytes")}
+    proved = {name: getattr(made, name) for name in ("bound_s", "binding", "gib_bound_s")}
+    for earlier, has_rates in _incumbents(made, problem, options):
         again = replace(earlier, **asked, **proved)
         with suppress(ElixirError):
-            verify(problem.graph, again)
-            again = replace(again, prediction=predicted(problem, again)[0])
+            if not has_rates:
+                again = replace(again, prediction=predicted(problem, again)[0])
             if again.prediction.step_s < limit_s:
+                verify(problem.graph, again)
                 best, limit_s = again, again.prediction.step_s * (1 - _ROUNDING)
     if best is made:
         return made
     longer_s = made.prediction.step_s - best.prediction.step_s
     because = f"a search with {format_bytes(made.budget_bytes)} found a step that is {format_s(longer_s)} longer"
     others = tuple(own for own in best.decisions if own.subject != _SEARCH)
-    return replace(best, decisions=(*others, decision(_SEARCH, "a plan of an earlier search", because)))
+    return replace(best, decisions=(*others, decision(_SEARCH, "the plan of another search", because)))
+
+
+def _incumbents(made: Plan, problem: Problem, options: Options) -> Iterator[tuple[Plan, bool]]:
+    """Yield plans for the step of `problem` that fit its memory, each with whether its prediction holds here.
+
+    Without a cache it is the plan of a smaller budget, if `made` leaves enough to gain.
+    """
+    if not options.plan_cache:
+        rung_bytes = int(_RUNG ** math.floor(math.log(max(problem.budget_bytes, 2) - 1, _RUNG)))
+        with suppress(NoFeasiblePlan):
+            if made.gap is not None and made.gap > _OPEN_GAP:
+                yield plan_as_asked(replace(problem, budget_bytes=rung_bytes), options), True
+        return
+    path = _path(problem, options)
+    step, rates, _ = path.stem.split("-")
+    aged: list[tuple[float, Path]] = []
+    for other in path.parent.glob(f"{step}-*.json"):
+        with suppress(OSError):
+            aged.append((-other.stat().st_mtime, other))
+    fastest: dict[bool, list[tuple[float, Path]]] = {True: [], False: []}
+    for _, other in sorted(aged)[:_MOST_INCUMBENTS]:
+        # A broken file is removed when it is asked for.
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            found = json.loads(other.read_text())["prediction"]
+            if (
+                found["device_peak_bytes"] <= problem.budget_bytes
+                and found["host_peak_bytes"] <= problem.host_budget_bytes
+            ):
+                fastest[other.stem.split("-")[1] == rates].append((found["step_s"], other))
+    for has_rates, files in fastest.items():
+        for _, other in sorted(files)[: 1 if has_rates else _MOST_SIMULATED]:
+            earlier = read_cached(other, plan_from_json, lambda *_: None)
+            if earlier is not None:
+                yield earlier, has_rates
 
 
 def plan_key(problem: Problem, options: Options) -> str:
-    """Return twice 16 hex digits, of which the first differ if the step differs that is planned, and the second if
-    anything else differs on which the plan depends."""
+    """Return three times 16 hex digits, which differ if the step differs that is planned, if the rates of the machine
+    do, and if anything else differs on which the plan depends."""
     # All of the graph but its name and the source lines of the user's code. Its fingerprint is not enough: it lacks the
     # costs, on which plans depend, and the ids of ops, named by regions.
     op_fields = [field.name for field in fields(Op) if field.name != "source"]
@@ -210,13 +242,13 @@ def plan_key(problem: Problem, options: Options) -> str:
         ("options", options.planner, choice),
         *asked,
     ]
+    rates = [("machine", hardware_fingerprint(cluster), problem.measured)]
     memory = [
-        ("machine", hardware_fingerprint(cluster), problem.measured),
         ("device", "free" if options.device_memory is None else problem.budget_bytes),
         ("host", "free" if options.host_memory is None else problem.host_budget_bytes),
         ("search", options.search_timeout),
     ]
-    return "-".join(hashlib.sha256(repr(parts).encode()).hexdigest()[:16] for parts in (step, memory))
+    return "-".join(hashlib.sha256(repr(parts).encode()).hexdigest()[:16] for parts in (step, rates, memory))
 
 
 def remember_accumulation(problem: Problem, options: Options) -> None:

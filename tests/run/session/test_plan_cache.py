@@ -303,15 +303,33 @@ def test_plans_that_do_not_fit_and_those_of_rules_are_no_incumbents(
 
 
 @pytest.mark.parametrize(("share", "is_taken"), [(0.995, False), (0.98, True)])
-def test_everything_stays_on_the_device_unless_a_plan_that_moves_some_is_worth_it(
-    share: float, is_taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_stays_on_the_device_unless_a_plan_that_moves_some_is_worth_it(share: float, is_taken: bool) -> None:
     everything = plan(replace(PROBLEM, budget_bytes=GIB), "greedy")
-    plan_for(PROBLEM, OPTIONS)
-    prediction = replace(everything.prediction, step_s=share * everything.prediction.step_s)
-    monkeypatch.setattr(cache, "predicted", lambda problem, made: (prediction, None))
+    made = plan_for(PROBLEM, OPTIONS)
+    prediction = replace(made.prediction, step_s=share * everything.prediction.step_s)
+    store_plan(replace(made, prediction=prediction), PROBLEM, OPTIONS)
     found = plan_for(replace(PROBLEM, budget_bytes=GIB), OPTIONS)
     assert (found.placements != everything.placements) == is_taken
+
+
+@pytest.mark.parametrize(("gap", "least_bytes"), [(0.1, 0.97), (0.01, 1.0)])
+def test_without_a_cache_a_plan_with_a_large_gap_is_compared_with_that_of_less_memory(
+    gap: float, least_bytes: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smaller budget is the same for all budgets between it and the next, and its plan is taken if it is faster."""
+    asked: list[int] = []
+
+    def search(problem: Problem, options: Options) -> Plan:
+        asked.append(problem.budget_bytes)
+        found = plan(replace(PROBLEM, budget_bytes=problem.budget_bytes), "greedy")
+        step_s = found.prediction.step_s * (1.0 if len(asked) == 1 else 0.9)
+        return replace(found, prediction=replace(found.prediction, step_s=step_s), bound_s=step_s * (1 - gap))
+
+    monkeypatch.setattr(cache, "plan_as_asked", search)
+    found = plan_for(LARGER, replace(OPTIONS, plan_cache=False))
+    assert asked[0] == LARGER.budget_bytes == found.budget_bytes
+    assert all(least_bytes * LARGER.budget_bytes < budget < LARGER.budget_bytes for budget in asked[1:])
+    assert (len(asked) == 2) == any(own.subject == "search" for own in found.decisions) == (gap > 0.02)
 
 
 @pytest.mark.parametrize("spoil", [half, unreadable, illegal, foreign])
