@@ -144,6 +144,7 @@ _SHAPES: Mapping[str, ModelShape] = {
         ),
         _decoder("llama-3-8b", "llama", (4096, 32, 32, 8, 14336, 128256), 8_030_261_248, **_LLAMA_3),
         _decoder("llama-3-70b", "llama", (8192, 80, 64, 8, 28672, 128256), 70_553_706_496, **_LLAMA_3),
+        _decoder("llama-3-405b", "llama", (16384, 126, 128, 8, 53248, 128256), 405_853_388_800, **_LLAMA_3),
         _qwen3("qwen3-0.6b", 1024, 28, 16, 3072, 596_049_920, is_tied=True),
         _qwen3("qwen3-1.7b", 2048, 28, 16, 6144, 1_720_574_976, is_tied=True),
         _qwen3("qwen3-4b", 2560, 36, 32, 9728, 4_022_468_096, is_tied=True),
