@@ -30,6 +30,7 @@ StateDtype = Literal["auto:bfloat16", "auto:int8"]
 ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
+PlanUse = Literal["start", "follow", "exact"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -121,8 +122,12 @@ class Options:
     """The machine to plan for: a name such as `"4 x a100-40g"`, or the path of a profile that `elixir-compile measure`
     wrote. None: this machine, by its measured profile if there is one, else by a rough built-in one."""
     plan: Path | None = None
-    """The path of a saved plan, used without a search; refused if it is for another graph, machine or number of
-    ranks."""
+    """The path of a saved plan. For this graph it is used as it is, without a search, on another machine too if it
+    fits there. It is refused for another model or number of ranks."""
+    plan_use: PlanUse = "start"
+    """What to do with a `plan` for another graph of this model, or one that does not fit here. `start`: search, from
+    its homes and activations; no slower plan is taken. `follow`: take these, with as few changes as make them fit,
+    without a search. `exact`: refuse it, and also a plan for another machine."""
     plan_cache: bool = True
     """Reuse the plan found by an earlier run for the same graph, machine and options."""
     micro_batches: MicroBatches = "fit"
@@ -319,6 +324,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "search_timeout": _seconds,
     "hardware": _text,
     "plan": _path('the path of a saved plan such as "plan.json"'),
+    "plan_use": _one_of(*get_args(PlanUse)),
     "plan_cache": _bool,
     "micro_batches": _micro_batches,
     "profile_regions": _bool,

@@ -366,11 +366,18 @@ class _Walk:
         return replace(best_draft(evaluator, levels), decisions=tuple(decisions))
 
 
-def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_host: bool = False) -> DraftPlan | None:
+def place_greedily(
+    evaluator: Evaluator,
+    *,
+    start: Levels | None = None,
+    limits_host: bool = True,
+    spares_host: bool = False,
+) -> DraftPlan | None:
     """Return the fastest draft plan found within the budgets, or None.
 
-    If `limits_host` is False, the host budget is ignored. If `spares_host`, moves are chosen by device bytes saved per
-    host byte instead of per second.
+    Buckets move from their levels in `start`, by default from those nearest to the device. If `limits_host` is False,
+    the host budget is ignored. If `spares_host`, moves are chosen by device bytes saved per host byte instead of per
+    second.
     """
     cluster = evaluator.facts.problem.cluster
     # If copies are work for the device itself, early copies save no time, so no memory is left free for them.
@@ -394,7 +401,7 @@ def place_greedily(evaluator: Evaluator, *, limits_host: bool = True, spares_hos
             limits_host=limits_host,
             spares_host=spares_host,
             splits_state=splits_state,
-            levels=list(evaluator.facts.start_levels),
+            levels=list(evaluator.facts.start_levels if start is None else start),
             cost_s={},
         )
         if not walk.descend():

@@ -3,6 +3,7 @@ disk if the host has no room for them.
 """
 
 import contextlib
+import itertools
 import logging
 import time
 from collections import Counter
@@ -30,6 +31,7 @@ from elixir_compile.search.evaluator import (
     too_large,
     uniform_modes,
 )
+from elixir_compile.search.follow import start_decision, start_draft
 from elixir_compile.search.greedy import RULES, drafted, place_exhaustively, place_greedily
 from elixir_compile.search.lean_calls import with_lean_calls
 from elixir_compile.search.outer import answer, decision, leaner
@@ -391,15 +393,20 @@ def plan(problem: Problem, planner: Planner = "milp", timeout_s: float = 10.0) -
 
     def place(variant: Problem, clock: Clock) -> Plan:
         evaluator = Evaluator(gather_facts(variant))
-        draft = _place(evaluator, planner, timeout_s, clock)
+        begun = None if variant.start is None else start_draft(evaluator)
+        draft = _place(evaluator, planner, timeout_s, clock, begun)
         made = write_out(evaluator, draft)
-        return with_lean_calls(evaluator, draft, made, deadline_in(timeout_s)) if planner == "milp" else made
+        may_be_lean = planner == "milp" and not (variant.follows_start and variant.start and not variant.start.lean)
+        made = with_lean_calls(evaluator, draft, made, deadline_in(timeout_s)) if may_be_lean else made
+        if variant.start is None:
+            return made
+        return replace(made, decisions=(start_decision(evaluator, begun, draft), *made.decisions))
 
     def without_solver(variant: Problem) -> Plan:
         """Return the plan of the planner, or that of the first draft plan from which `milp` starts its search."""
+        if planner != "milp" or variant.follows_start:
+            return place(variant, Clock())
         evaluator = Evaluator(gather_facts(variant))
-        if planner != "milp":
-            return write_out(evaluator, _place(evaluator, planner, 0.0, Clock()))
         _require_minimum(evaluator)
         return write_out(evaluator, _first_draft(evaluator, _quick_draft))
 
@@ -439,7 +446,16 @@ def _at_first_size(sizes: Sequence[Problem], place: Callable[[Problem], Plan]) -
             tried.append(smaller)
 
 
-def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock) -> DraftPlan:
+def _place(
+    evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Clock, begun: DraftPlan | None
+) -> DraftPlan:
+    """Return the draft plan of `planner`, which is no slower than `begun`, the draft plan at the start of the problem;
+    `begun` itself if the problem follows it."""
+    if evaluator.facts.problem.follows_start:
+        if begun is not None:
+            return begun
+        _require_minimum(evaluator)
+        return _first_draft(evaluator, _quick_draft)
     if planner in RULES:
         if evaluator.facts.problem.fractions is not None:
             raise InvalidOption("planner", planner, '"milp" or "greedy", which keep fractions')
@@ -448,11 +464,17 @@ def _place(evaluator: Evaluator, planner: Planner, timeout_s: float, clock: Cloc
             raise _no_plan(evaluator, draft_at_use(evaluator.facts, levels))
         return drafted(evaluator, levels, planner)
     _require_minimum(evaluator)
+    first = _first_draft(evaluator, _greedy if planner == "greedy" else _quick_draft)
+    kept = Candidate(evaluator.facts.start_levels, evaluator.facts.modes)
+    # Where everything fits, buckets move for more than a slightly shorter step: `place_best` weighs that.
+    if begun is not None and begun.step_s < first.step_s and first.candidate != kept:
+        first = begun
     if planner == "greedy":
-        return _first_draft(evaluator, _greedy)
+        return first
     rules = RULES.values() if evaluator.facts.problem.fractions is None else ()
     others = (Candidate(rule(evaluator), evaluator.facts.modes) for rule in rules)
-    return place_best(evaluator, _first_draft(evaluator, _quick_draft), others, timeout_s, clock=clock)
+    others = others if begun is None else itertools.chain([begun.candidate], others)
+    return place_best(evaluator, first, others, timeout_s, clock=clock)
 
 
 def _first_draft(evaluator: Evaluator, place: Callable[[Evaluator], DraftPlan]) -> DraftPlan:

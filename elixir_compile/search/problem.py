@@ -21,6 +21,7 @@ from elixir_compile.ir import (
     Calls,
     Param,
     Placement,
+    Plan,
     Saving,
     StepGraph,
     StorageId,
@@ -118,6 +119,12 @@ class Problem:
     common_rows: int | None = None
     """The greatest common divisor of the batches of all ranks, in rows: a number of micro-batches that the search
     chooses divides it. 1 if the ranks cannot be divided alike. None on one rank: the batch of the graph."""
+
+    start: Plan | None = field(default=None, metadata=LEFT_OUT)
+    """A plan of another graph or machine, by the names of this graph, at whose homes and activations the search starts
+    (see `search.follow`); None if there is none."""
+    follows_start: bool = field(default=False, metadata=LEFT_OUT)
+    """Whether the plan has to be `start`, with as few changes as make it fit, and nothing is searched."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "graph", first_equal(self.graph))

@@ -427,7 +427,7 @@ def adopt_by_all(executor: Executor, plan: Plan, *, for_training: bool, is_new: 
 def settings_of(options: Options) -> Mapping[str, str]:
     """Return the options outside of a problem whose values must be equal on all ranks."""
     own = {"planner": options.planner, "plan": str(options.plan), "inner": options.inner}
-    own |= {"micro_batches": str(options.micro_batches)}
+    own |= {"plan_use": options.plan_use, "micro_batches": str(options.micro_batches)}
     return {**own, "reduce_dtype": str(options.reduce_dtype)}
 
 

@@ -134,7 +134,7 @@ class NextPlans:
             is_crowded = not together.offload()
         may_stay = generation in (active.generation, active.moves_at)
         may_stay = may_stay or executor.buckets.agree(plan.buckets, plan.placements, may_adopt=active.generation < 0)
-        may_count = trains and planner.options.plan is None
+        may_count = trains and not planner.is_plan_given
         found = (
             (Cause.GROWN, planner.has_grown(active, args)),
             (Cause.CROWDED, is_crowded),

@@ -218,9 +218,13 @@ micro-batch leaves none, and a step of several leaves some at its second forward
 class StayingGradients:
     """The gradients of earlier backward passes, as the forwards and backwards of one training graph find them."""
 
-    def __init__(self, executor: Executor, options: Options, progress: Progress) -> None:
+    def __init__(
+        self, executor: Executor, options: Options, progress: Progress, is_plan_given: Callable[[], bool]
+    ) -> None:
+        """`is_plan_given` says whether the plan in use is the user's own."""
         self._executor = executor
         self._options = options
+        self._is_plan_given = is_plan_given
         self._progress = progress
         self._first: Problem | None = None
         """The first problem of the graph, without sums of gradients: later runs ask it again."""
@@ -237,7 +241,7 @@ class StayingGradients:
             gradients.stay, self._is_from_memory = True, False
             if self._first is not None and self._options.accumulate is None:
                 remember_accumulation(self._first, self._options)
-            if self._options.plan is not None:
+            if self._is_plan_given():
                 self._progress.say(
                     "accumulates: gradients of earlier backward passes stay. The plan of the option `plan` counts them "
                     "only if it was made with the option `accumulate`"
@@ -250,7 +254,7 @@ class StayingGradients:
 
     def is_missing_in(self, plan: Plan) -> bool:
         """Return whether gradients stay and `plan` does not count them. The user's own plan is never replaced."""
-        return self._executor.gradients.stay and not plan.counts_staying_gradients and self._options.plan is None
+        return self._executor.gradients.stay and not plan.counts_staying_gradients and not self._is_plan_given()
 
     def take_over(self, other: "StayingGradients") -> None:
         """Take over the first problem of `other`, of an earlier capture of the same step."""
@@ -318,7 +322,9 @@ class GraphPlanner:
         self.kernels = KnownKernels(executor.device)
         """The bytes that kernels allocate on the device of this graph."""
         self.sizes = PlannedSizes()
-        self.staying = StayingGradients(executor, options, progress)
+        self.is_plan_given = options.plan is not None and options.plan_use != "start"
+        """Whether the plan in use is the user's own, which nothing replaces; not if a search started from it."""
+        self.staying = StayingGradients(executor, options, progress, lambda: self.is_plan_given)
         self.step: StepGraph | None = None
         """The graph's own step at the sizes of its capture, without the other parameters of its buckets; None if it was
         not converted yet. Converting it again takes as long as a small search."""
@@ -346,7 +352,7 @@ class GraphPlanner:
     @property
     def why_unmovable(self) -> str:
         """Why no other plan may take the place of this one, in words; empty if it may."""
-        if self.options.plan is not None:
+        if self.is_plan_given:
             return "the user chose its plan"
         if self._executor.peers is not None:
             return "several ranks follow one plan"
@@ -468,11 +474,17 @@ class GraphPlanner:
 
     def answer_for(self, captured: Captured) -> Callable[[Problem], Plan]:
         """Return the function to answer problems of `captured`: with the user's plan if it trains and the user gave
-        one, else by a search."""
+        one, else by a search, which may start from that plan."""
         path = None if captured.backward is None else self.options.plan
         if path is None:
             return self.search
-        return lambda problem: load_plan_for(path, problem.graph, problem.cluster, problem.num_copies, problem.calls)
+
+        def answer(problem: Problem) -> Plan:
+            found = load_plan_for(path, problem, self.options.plan_use)
+            self.is_plan_given = isinstance(found, Plan) or found.follows_start
+            return found if isinstance(found, Plan) else self.search(found)
+
+        return answer
 
     def search(self, problem: Problem, *, is_cached: bool = True) -> Plan:
         """Return a plan for `problem`, from the plan cache if it `is_cached` there, or from a search."""

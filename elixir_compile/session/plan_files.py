@@ -2,20 +2,19 @@
 
 import hashlib
 import json
+import logging
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from elixir_compile.base.errors import InvalidOption, PlanFileError, PlanMismatch, QuestionFileError
 from elixir_compile.base.folders import write_whole
-from elixir_compile.base.options import Options
+from elixir_compile.base.options import Options, PlanUse
 from elixir_compile.ir import (
-    ONCE,
     BackwardOrder,
-    Calls,
     Plan,
     Record,
-    StepGraph,
     Tier,
     fingerprint,
     plan_from_json,
@@ -23,12 +22,17 @@ from elixir_compile.ir import (
     record_from_json,
 )
 from elixir_compile.ir.hardware import Cluster, is_name_of
-from elixir_compile.search.problem import MOST_UNPACKED_BYTES, Question, question_from_bytes, question_to_bytes
+from elixir_compile.search.follow import started
+from elixir_compile.search.joint.joint_budget import rebased
+from elixir_compile.search.problem import MOST_UNPACKED_BYTES, Problem, Question, question_from_bytes, question_to_bytes
+from elixir_compile.search.reasons import predicted
 from elixir_compile.step import plan_at, verify
 from elixir_compile.step.legality import require_same_graph
 
 if TYPE_CHECKING:
     from elixir_compile.session.model import Compilation
+
+log = logging.getLogger("elixir_compile")
 
 _REMEDY = "remove the file, or save the plan with its question again"
 
@@ -183,29 +187,63 @@ def load_plan_or_record(path: "str | Path") -> Plan | Record:
     return record_from_json(text) if is_record else plan_from_json(text)
 
 
-def load_plan_for(
-    path: "str | Path", graph: StepGraph, cluster: Cluster, num_copies: int = 1, calls: Calls = ONCE
-) -> Plan:
-    """Return the plan in the file at `path`, verified for `graph` on `cluster` with `num_copies` ranks per shard, in
-    steps of `calls`.
+def load_plan_for(path: "str | Path", problem: Problem, use: PlanUse = "exact") -> Plan | Problem:
+    """Return the plan in the file at `path`, verified, if it answers `problem` as it is; else, unless the `use` is
+    `exact`, the problem with a start at this plan, to be searched or followed (see `search.follow`).
 
-    Raises PlanMismatch with the value in the file and the value here if the graph, the name of the machine, the number
-    of ranks, the number of copies or the calls of a step differ, or if the plan has lean calls and counts its bytes for
-    another order of backward passes.
+    A plan for the graph of the problem is used on another machine too, with a new prediction, if it fits there.
+
+    Raises PlanMismatch with the value in the file and the value here if the model, the number of ranks, the number of
+    copies or the calls of a step differ, or if the plan has lean calls and counts its bytes for another order of
+    backward passes; if the `use` is `exact`, also if the graph or the machine does.
     """
-    plan = load_plan(path)
-    is_by_name = plan.cluster != cluster.name and is_name_of(plan.cluster, cluster)
-    require_same_graph(plan, graph, may_be_from_elsewhere=is_by_name)
-    require_same_machine(plan, cluster)
-    if plan.num_copies != num_copies:
-        raise PlanMismatch("number of copies", str(plan.num_copies), str(num_copies))
+    plan, graph, cluster, calls = load_plan(path), problem.graph, problem.cluster, problem.calls
+    require_same_ranks(plan, cluster)
+    if plan.num_copies != problem.num_copies:
+        raise PlanMismatch("number of copies", str(plan.num_copies), str(problem.num_copies))
     if (plan.calls.num, plan.calls.outstanding) != (calls.num, calls.outstanding):
         raise PlanMismatch("number of calls in a step", str(plan.calls), str(calls))
     if plan.lean is not None and plan.calls.backward_order not in (BackwardOrder.ANY, calls.backward_order):
         raise PlanMismatch("order of backward passes", plan.calls.backward_order, calls.backward_order)
-    plan = plan_at(graph, plan)
-    verify(graph, plan)
-    return plan
+    if use == "exact":
+        require_same_graph(plan, graph)
+        require_same_machine(plan, cluster)
+    name, is_here, is_same = Path(path).name, is_name_of(plan.cluster, cluster), plan.graph == fingerprint(graph)
+    if not is_here:
+        log.info("%s was made for %s, here is %s", name, plan.cluster, cluster.name)
+    if is_same:
+        found = plan_at(graph, plan)
+        found = found if is_here else _moved_to(found, problem)
+        if found is not None:
+            verify(graph, found)
+            return found
+    asked = started(problem, replace(plan, name=name), follows=use == "follow")
+    why = "does not fit here" if is_same else "was made for another graph of this model"
+    does = "it is followed as far as it fits" if use == "follow" else "the search starts from it"
+    log.info("%s %s: %s", name, why, does)
+    return asked
+
+
+def _moved_to(plan: Plan, problem: Problem) -> Plan | None:
+    """Return `plan`, for the graph of `problem` on another machine, with the prediction here; None if it does not fit
+    the budgets, or keeps something on a disk that is not there."""
+    if not problem.disk and any(home.optim is Tier.DISK for home in plan.placements):
+        return None
+    asked = {"cluster": problem.cluster.name, "budget_bytes": problem.budget_bytes, "base_bytes": problem.base_bytes}
+    found = replace(rebased(plan, problem.base_bytes), **asked, bound_s=None, binding=(), gib_bound_s=None)
+    found = replace(found, prediction=predicted(problem, found)[0])
+    expected = found.prediction
+    if expected.device_peak_bytes > problem.budget_bytes or expected.host_peak_bytes > problem.host_budget_bytes:
+        return None
+    return found
+
+
+def require_same_ranks(plan: Plan, cluster: Cluster) -> None:
+    """Raise PlanMismatch if `plan` is for another number of ranks than `cluster` has."""
+    num_ranks = plan.num_ranks * plan.num_copies
+    if num_ranks != cluster.num_ranks:
+        here = f"{cluster.num_ranks} ({cluster.name})"
+        raise PlanMismatch("number of ranks", f"{num_ranks} ({plan.cluster})", here)
 
 
 def require_same_machine(plan: Plan, cluster: Cluster) -> None:
@@ -213,10 +251,7 @@ def require_same_machine(plan: Plan, cluster: Cluster) -> None:
 
     A plan for a common machine, as `h100-80g`, is for a device with that chip and memory.
     """
-    num_ranks = plan.num_ranks * plan.num_copies
-    if num_ranks != cluster.num_ranks:
-        here = f"{cluster.num_ranks} ({cluster.name})"
-        raise PlanMismatch("number of ranks", f"{num_ranks} ({plan.cluster})", here)
+    require_same_ranks(plan, cluster)
     if not is_name_of(plan.cluster, cluster):
         raise PlanMismatch("machine", plan.cluster, cluster.name)
 

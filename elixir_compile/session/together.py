@@ -134,7 +134,7 @@ class Together:
     def is_pressed(self, graph: JointGraph) -> bool:
         """Return whether models in turn hold so much by now that the plan in use of `graph` exceeds the budget that the
         user gave."""
-        if not (graph.is_planned and graph.planner.is_budget_given and graph.planner.options.plan is None):
+        if not (graph.is_planned and graph.planner.is_budget_given) or graph.planner.is_plan_given:
             return False
         plan = graph.active.plan
         return plan.budget_bytes < self.needed_bytes(graph) > plan.prediction.device_peak_bytes

@@ -431,30 +431,29 @@ class _Moves:
 _MOST_NAMES = 3
 
 
-_ELSEWHERE = (
-    "The plan was made for `{}` by that name, which can be done without the device, and kernels of another device, "
-    "above all those of attention, keep other tensors: a plan that `elixir-compile plan` makes on this machine fits"
-)
+def require_same_graph(plan: Plan, graph: StepGraph) -> None:
+    """Raise PlanMismatch, with the first difference that the plan shows, if `plan` was made for another graph."""
+    if plan.graph != fingerprint(graph):
+        raise other_graph(plan, graph, next(_differences(plan, graph)))
 
 
-def require_same_graph(plan: Plan, graph: StepGraph, *, may_be_from_elsewhere: bool = False) -> None:
-    """Raise PlanMismatch, with the first difference that the plan shows, if `plan` was made for another graph.
+def require_same_model(plan: Plan, graph: StepGraph) -> None:
+    """Raise PlanMismatch, with the first difference, if `plan` was made for other parameters than those of `graph`, or
+    trains others; ops and activations may differ."""
+    difference = next(_differences_of_params(plan, graph), None)
+    if difference is not None:
+        raise other_graph(plan, graph, difference)
 
-    `may_be_from_elsewhere` says whether the step of the plan may have been captured on another device.
-    """
-    here = fingerprint(graph)
-    if plan.graph == here:
-        return
+
+def other_graph(plan: Plan, graph: StepGraph, difference: str) -> PlanMismatch:
+    """Return the error that `plan` is for another graph than `graph`, of which `difference` is a sentence."""
     planned_bytes = sum(bucket.nbytes for bucket in plan.buckets)
     planned = _model_text(plan.name, [name for bucket in plan.buckets for name in bucket.params], planned_bytes)
     params = _params_of(graph)
     inputs_bytes = sum(storage.nbytes for storage in graph.storages if storage.kind is Kind.INPUT)
     present = _model_text(graph.name, list(params), sum(param.nbytes for param in params.values()))
     present += f", inputs with {format_bytes(inputs_bytes)}"
-    difference = next(_differences(plan, graph))
-    if may_be_from_elsewhere:
-        difference += ". " + _ELSEWHERE.format(plan.cluster)
-    raise PlanMismatch("graph", plan.graph, here, planned, present, difference)
+    return PlanMismatch("graph", plan.graph, fingerprint(graph), planned, present, difference)
 
 
 def _model_text(name: str, params: list[StorageId], nbytes: int) -> str:
@@ -470,16 +469,7 @@ def _differences(plan: Plan, graph: StepGraph) -> Iterator[str]:
 
     The last sentence says what may differ without a trace in the plan.
     """
-    has_backward = graph.has_backward
-    if has_backward is not any(region.phase is Phase.BACKWARD for region in plan.regions):
-        both = ("no backward", "a backward")
-        yield f"The step of the plan has {both[not has_backward]}, and this step has {both[has_backward]}"
-    params = _params_of(graph)
-    planned = {name for bucket in plan.buckets for name in bucket.params}
-    yield from (f"The plan has no parameter {name}, which this model reads" for name in params if name not in planned)
-    yield from (f"This model reads no parameter {name}, which the plan has" for name in sorted(planned - params.keys()))
-    for bucket in plan.buckets:
-        yield from _differences_of_bucket(bucket, graph, params)
+    yield from _differences_of_params(plan, graph)
     if dict(plan.symbols).keys() != dict(graph.symbols).keys():
         yield f"The plan has {_symbols_text(plan.symbols)}, and this graph has {_symbols_text(graph.symbols)}"
     yield from _differences_of_activations(plan, graph)
@@ -493,14 +483,34 @@ def _differences(plan: Plan, graph: StepGraph) -> Iterator[str]:
     yield "The parameters and ops that the plan names are all here, so the shape of the batch or the code differs"
 
 
+def _differences_of_params(plan: Plan, graph: StepGraph) -> Iterator[str]:
+    has_backward = graph.has_backward
+    if has_backward is not any(region.phase is Phase.BACKWARD for region in plan.regions):
+        both = ("no backward", "a backward")
+        yield f"The step of the plan has {both[not has_backward]}, and this step has {both[has_backward]}"
+    params = _params_of(graph)
+    planned = {name: None for bucket in plan.buckets for name in bucket.params}
+    if missing := [name for name in params if name not in planned]:
+        yield f"The plan has no parameter {_names_text(missing)}, which this model reads"
+    if missing := [name for name in planned if name not in params]:
+        yield f"This model reads no parameter {_names_text(missing)}, which the plan has"
+    for bucket in plan.buckets:
+        yield from _differences_of_bucket(bucket, graph, params)
+
+
+def _names_text(names: Sequence[str]) -> str:
+    """Return the first of `names`, and how many there are more."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
 def _differences_of_bucket(bucket: Bucket, graph: StepGraph, params: Mapping[StorageId, Storage]) -> Iterator[str]:
     for name in bucket.params:
         if not bucket.may_hold(params[name].dtype):
             yield f"Parameter {name} was {bucket.dtype} and is {params[name].dtype} here"
     nbytes = sum(params[name].nbytes for name in bucket.params)
     if nbytes != bucket.nbytes:
-        more = f" and {len(bucket.params) - _MOST_NAMES} more" if len(bucket.params) > _MOST_NAMES else ""
-        names = ", ".join(bucket.params[:_MOST_NAMES]) + more
+        names = _names_text(bucket.params)
         if len(bucket.params) == 1:
             yield f"Parameter {names} had {format_bytes(bucket.nbytes)} and has {format_bytes(nbytes)} here"
         yield f"The parameters {names} had {format_bytes(bucket.nbytes)} and have {format_bytes(nbytes)} here"

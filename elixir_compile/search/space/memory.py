@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from elixir_compile.ir import Kind, Tier, Update
 from elixir_compile.ir.bucket import streamed_bytes
+from elixir_compile.ir.hardware import Cluster
 from elixir_compile.search.problem import asked_time
 from elixir_compile.search.space.buckets import Level, is_gathered, placement_of
 from elixir_compile.search.space.facts import Facts
@@ -398,15 +399,32 @@ def fullness(live_bytes: NDArray[np.int64]) -> tuple[int, int]:
     return peak_bytes, int((live_bytes == peak_bytes).sum())
 
 
+_MIN_ADDED_S = 1e-9
+"""Seconds of a change that makes the step no longer, so that what it saves for each second is finite."""
+
+
+def _added_s(cluster: Cluster, profile: Profile) -> float:
+    """Return the seconds that a layer takes longer with `profile`, with its copies on no lane of their own."""
+    each_s = 1 / cluster.h2d.bytes_per_s + 1 / cluster.d2h.bytes_per_s
+    return sum(own_s for _, own_s in profile.added_s) + each_s * sum(trip.nbytes for trip in profile.trips)
+
+
 def lowered_modes(
-    kept: Facts, profiles: Sequence[Sequence[Profile]], modes: Sequence[int], levels: Sequence[Level]
+    kept: Facts,
+    profiles: Sequence[Sequence[Profile]],
+    modes: Sequence[int],
+    levels: Sequence[Level],
+    enough_bytes: int | None = None,
 ) -> tuple[int, ...]:
     """Return the modes reached from `modes` by changes of single layers, each time the change with the lowest peak.
 
     `kept` are the facts with every activation kept. Bytes are those of `profiles`, with all buckets at `levels`. At
-    equal peaks, fewer segments at the peak count as lower. The changes end if none lowers the peak.
+    equal peaks, fewer segments at the peak count as lower. The changes end if none lowers the peak. With `enough_bytes`
+    they end once the peak is no higher, and each is the one that lowers it most, as far as that, for each second that
+    the layer takes longer.
     """
     now = list(modes)
+    seconds = [[_added_s(kept.problem.cluster, profile) for profile in layer] for layer in profiles]
     more_bytes = [[profile.nbytes - layer[0].nbytes for profile in layer] for layer in profiles]
     changed = {int(point) + 1 for layer in more_bytes for mode in layer for point in np.flatnonzero(np.diff(mode[0]))}
     memory = MemoryModel(kept, changed)
@@ -415,14 +433,26 @@ def lowered_modes(
     live_bytes += sum(layer[mode] for layer, mode in zip(more_bytes, now, strict=True))
     while True:
         key, fullest = fullness(live_bytes), int(live_bytes.argmax())
+        if enough_bytes is not None and key[0] <= enough_bytes:
+            return tuple(now)
         found = [
             (fullness(live_bytes + nbytes - layer[now[i]]), i, mode)
             for i, layer in enumerate(more_bytes)
             for mode, nbytes in enumerate(layer)
             if nbytes[fullest] < layer[now[i]][fullest]
         ]
-        best, i, mode = min(found, default=(key, 0, now[0]))
-        if best >= key:
+        lower = sorted(change for change in found if change[0] < key)
+        if not lower:
             return tuple(now)
+        _, i, mode = lower[0]
+        if enough_bytes is not None:
+            excess_bytes = key[0] - enough_bytes
+            _, i, mode = max(
+                lower,
+                key=lambda change: (
+                    min(key[0] - change[0][0], excess_bytes)
+                    / max(seconds[change[1]][change[2]] - seconds[change[1]][now[change[1]]], _MIN_ADDED_S)
+                ),
+            )
         live_bytes += more_bytes[i][mode] - more_bytes[i][now[i]]
         now[i] = mode

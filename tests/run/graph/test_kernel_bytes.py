@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import elixir_compile as elixir
 from elixir_compile import compat
 from elixir_compile.graph.capture.captured import KernelBytes, KernelCall, may_differ
-from elixir_compile.ir import Kind, StepGraph, fingerprint
+from elixir_compile.ir import Kind, Plan, StepGraph, fingerprint
 from elixir_compile.ir.graph import graph_at
 from elixir_compile.runtime.lowering import in_own_memory, with_own_memory
 from elixir_compile.runtime.measure import Resident, measured_bytes, peak_bytes
@@ -569,7 +569,8 @@ def test_a_plan_made_without_a_device_serves_a_machine_whose_kernels_take_more(t
     assert any(storage.kind is Kind.WORKSPACE for storage in record.graph.storages)
     assert not planned.kernels
     assert record.plan.kernels
-    loaded = load_plan_for(tmp_path / "plan.json", record.graph, record.active.problem.cluster)
+    loaded = load_plan_for(tmp_path / "plan.json", record.active.problem)
+    assert isinstance(loaded, Plan)
     assert loaded.kernels == record.plan.kernels
     assert loaded.prediction.device_peak_bytes == plan_timeline(record.graph, loaded).peak.nbytes
     assert loaded.prediction.device_peak_bytes > planned.prediction.device_peak_bytes

@@ -1,23 +1,25 @@
 """Forwards and backwards in every order, what an exception leaves behind, and plans for something else."""
 
+import logging
 import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
 
 import elixir_compile as elixir
-from elixir_compile.base.options import Options
+from elixir_compile.base.options import Options, PlanUse
 from elixir_compile.base.units import GIB
 from elixir_compile.graph.capture.modules import executor_of
-from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, Tier, record_to_json
+from elixir_compile.ir import BackwardOrder, Origin, Plan, Record, StepGraph, Tier, record_to_json
 from elixir_compile.ir.hardware import Cluster, profile_for
-from elixir_compile.search import plan
+from elixir_compile.search import Problem, plan
 from elixir_compile.search.problem import question_of
+from elixir_compile.search.reasons import predicted
 from elixir_compile.session.plan_files import load_plan_for, load_plan_or_record, load_question, question_path
 from tests.pure.problems import chain_of, problem_of
 from tests.pure.step.test_calls import small_pair
@@ -382,15 +384,45 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "plan.json"
 
 
-def test_a_plan_for_the_same_graph_and_machine_is_read(path: Path) -> None:
-    assert load_plan_for(path, GRAPH, HERE) == PLAN
+def problem_on(cluster: Cluster, graph: StepGraph = GRAPH, **more: Any) -> Problem:
+    return replace(PROBLEM, graph=graph, cluster=cluster, **more)
 
 
-def test_a_plan_for_another_graph_is_refused(path: Path) -> None:
+def on_device(name: str, memory_bytes: int) -> Cluster:
+    """Return a machine whose driver calls its device `name`."""
+    found = profile_for("cuda", memory_bytes, GIB, name)
+    return replace(found, nodes=(replace(found.nodes[0], device=replace(found.device, name=name)),))
+
+
+USES = get_args(PlanUse)
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_plan_for_the_same_graph_and_machine_is_read(path: Path, use: PlanUse) -> None:
+    assert load_plan_for(path, problem_on(HERE), use) == PLAN
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_plan_for_another_model_is_refused(path: Path, use: PlanUse) -> None:
     with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
-        load_plan_for(path, chain_of(2), HERE)
+        load_plan_for(path, problem_on(HERE, chain_of(2)), use)
     assert caught.value.expected == PLAN.graph
     assert caught.value.got != PLAN.graph
+
+
+def test_a_plan_for_another_graph_of_the_model_is_a_start_unless_it_has_to_be_exact(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    # The ops have other names for the compiler: nothing of the model has changed.
+    graph = replace(GRAPH, ops=tuple(replace(op, kernel=not op.kernel) for op in GRAPH.ops))
+    with pytest.raises(elixir.PlanMismatch, match="another graph"):
+        load_plan_for(path, problem_on(HERE, graph), "exact")
+    for use, does in (("start", "the search starts from it"), ("follow", "it is followed as far as it fits")):
+        with caplog.at_level(logging.INFO, "elixir_compile"):
+            asked = load_plan_for(path, problem_on(HERE, graph), use)
+        assert isinstance(asked, Problem)
+        assert asked == problem_on(HERE, graph, start=replace(PLAN, name="plan.json"), follows_start=use == "follow")
+        assert caplog.messages[-1] == f"plan.json was made for another graph of this model: {does}"
 
 
 @pytest.mark.parametrize(
@@ -403,25 +435,51 @@ def test_a_plan_for_another_graph_is_refused(path: Path) -> None:
         ("NVIDIA L4", "NVIDIA L4"),
     ],
 )
-def test_a_plan_by_the_name_of_a_machine_may_have_other_kernels(asked: str, here: str, tmp_path: Path) -> None:
-    """A plan for `h100-80g` may be made on a CPU, whose kernels of attention keep other tensors than those of CUDA."""
+def test_two_names_of_a_machine_are_one_machine(
+    asked: str, here: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     memory_bytes = (24 if "L4" in asked else 40 if "40" in asked else 80) * GIB
-    elixir.save_plan(replace(PLAN, cluster=f"1 x {asked}"), tmp_path / "plan.json")
-    cluster = profile_for("cuda", memory_bytes, GIB, here)
-    cluster = replace(cluster, nodes=(replace(cluster.nodes[0], device=replace(cluster.device, name=here)),))
-    with pytest.raises(elixir.PlanMismatch, match="another graph") as caught:
-        load_plan_for(tmp_path / "plan.json", chain_of(2), cluster)
-    assert ("`elixir-compile plan` makes on this machine fits" in str(caught.value)) == (asked != here)
+    made = replace(PLAN, cluster=f"1 x {asked}")
+    elixir.save_plan(made, tmp_path / "plan.json")
+    with caplog.at_level(logging.INFO, "elixir_compile"):
+        assert load_plan_for(tmp_path / "plan.json", problem_on(on_device(here, memory_bytes)), "exact") == made
+    assert not caplog.messages
 
 
-def test_another_machine_names_both(path: Path) -> None:
+def test_another_machine_is_a_line_in_the_log(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the plan fits there, it gets a new prediction; if not, it is carried over to the budget there."""
+    other = profile_for("cuda", GIB, GIB, "a100")
     with pytest.raises(elixir.PlanMismatch, match="another machine: it was made for 1 x cuda, here is 1 x a100"):
-        load_plan_for(path, GRAPH, profile_for("cuda", GIB, GIB, "a100"))
+        load_plan_for(path, problem_on(other), "exact")
+    asked = problem_on(other, base_bytes=512)
+    with caplog.at_level(logging.INFO, "elixir_compile"):
+        found = load_plan_for(path, asked, "start")
+    assert isinstance(found, Plan)
+    assert (found.cluster, found.budget_bytes, found.placements) == ("1 x a100", asked.budget_bytes, PLAN.placements)
+    assert found.prediction == predicted(asked, found)[0]
+    assert found.prediction.device_peak_bytes == PLAN.prediction.device_peak_bytes + 512
+    assert caplog.messages == ["plan.json was made for 1 x cuda, here is 1 x a100"]
+    for tight in ({"budget_bytes": PLAN.prediction.device_peak_bytes - 1}, {"host_budget_bytes": -1}):
+        started = load_plan_for(path, problem_on(other, **tight), "start")
+        assert isinstance(started, Problem)
+        assert started.start is not None
+        assert not started.follows_start
+
+
+@pytest.mark.parametrize("disk", [True, False])
+def test_state_on_disk_travels_to_a_machine_with_a_disk(disk: bool, tmp_path: Path) -> None:
+    away = plan(PROBLEM, "zero3_offload")
+    homes = tuple(replace(home, optim=Tier.DISK) for home in away.placements)
+    elixir.save_plan(replace(away, placements=homes), tmp_path / "plan.json")
+    found = load_plan_for(
+        tmp_path / "plan.json", problem_on(profile_for("cuda", GIB, GIB, "a100"), disk=disk), "follow"
+    )
+    assert isinstance(found, Plan if disk else Problem)
 
 
 def test_another_number_of_ranks_names_both(path: Path) -> None:
     with pytest.raises(elixir.PlanMismatch, match=r"made for 1 \(1 x cuda\), here is 2 \(2 x cuda\)") as caught:
-        load_plan_for(path, GRAPH, pair())
+        load_plan_for(path, problem_on(pair()))
     assert caught.value.what == "number of ranks"
 
 
@@ -434,10 +492,10 @@ def test_lean_calls_counted_for_one_order_are_no_plan_for_another(
     elixir.save_plan(made, tmp_path / "plan.json")
     calls = replace(made.calls, backward_order=asked)
     if made_for in (BackwardOrder.ANY, asked):
-        assert load_plan_for(tmp_path / "plan.json", problem.graph, problem.cluster, calls=calls) == made
+        assert load_plan_for(tmp_path / "plan.json", replace(problem, calls=calls)) == made
     else:
         with pytest.raises(elixir.PlanMismatch, match="another order of backward passes"):
-            load_plan_for(tmp_path / "plan.json", problem.graph, problem.cluster, calls=calls)
+            load_plan_for(tmp_path / "plan.json", replace(problem, calls=calls))
 
 
 def test_a_file_is_read_as_the_kind_that_it_names(path: Path, tmp_path: Path) -> None:
@@ -460,7 +518,7 @@ def test_a_plan_is_saved_with_its_question_beside_it(tmp_path: Path) -> None:
 
 def test_a_plan_of_before_questions_has_none(path: Path) -> None:
     assert load_question(path, PLAN) is None
-    assert load_plan_for(path, GRAPH, HERE) == PLAN
+    assert load_plan_for(path, problem_on(HERE)) == PLAN
 
 
 @pytest.mark.parametrize(
