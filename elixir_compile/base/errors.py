@@ -19,7 +19,7 @@ Exception
     ├── InvalidPlan        (ValueError)     a plan, graph, bucket or profile that contradicts itself
     │   ├── IllegalSchedule                 actions in an order that would compute wrong results
     │   └── InvalidProfile                  a number that no machine can have in a hardware profile
-    ├── PlanMismatch       (ValueError)     a plan for another graph, machine or number of ranks
+    ├── PlanMismatch       (ValueError)     a plan for another model, machine or number of ranks
     ├── UnknownSubject     (ValueError)     a name unknown in the plan
     ├── NoFeasiblePlan     (MemoryError)    no schedule fits the budget
     │   ├── NoFeasibleShares                no rows and shards of the state fit the ranks of a fleet

@@ -303,7 +303,10 @@ class StayingGradients:
 
 
 class GraphPlanner:
-    """Builds the problems of a graph and answers them."""
+    """Builds the problems of a graph and answers them.
+
+    It has more than 15 attributes, because all that one plan of the graph shows is kept for the next.
+    """
 
     def __init__(
         self,
