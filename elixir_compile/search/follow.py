@@ -42,8 +42,9 @@ SUBJECT = "plan"
 """The subject of the decision that says what became of the plan that was given."""
 
 
-def started(problem: Problem, plan: Plan, *, follows: bool) -> Problem:
+def started(problem: Problem, plan: Plan, *, follows: bool, name: str = "") -> Problem:
     """Return `problem` with a start at `plan`, and with its micro-batches, unless the problem has a number already.
+    Decisions call the plan `name`, by default by its own name.
 
     If the problem `follows` the plan, updates are at its time too, unless the problem has one already. Raises
     PlanMismatch, with names, if the plan is for another model: if it has other parameters or layers, trains others, or
@@ -63,7 +64,7 @@ def started(problem: Problem, plan: Plan, *, follows: bool) -> Problem:
         # Without state on the host the planner updates after the backward, whatever the user asked for.
         if on_host or start.update is Update.IN_BACKWARD:
             problem = replace(problem, update=start.update)
-    return replace(problem, start=start, follows_start=follows)
+    return replace(problem, start=replace(start, name=name or plan.name), follows_start=follows)
 
 
 def _named_as_here(plan: Plan, graph: StepGraph) -> Plan:

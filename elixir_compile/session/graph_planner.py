@@ -325,8 +325,8 @@ class GraphPlanner:
         self.kernels = KnownKernels(executor.device)
         """The bytes that kernels allocate on the device of this graph."""
         self.sizes = PlannedSizes()
-        self.is_plan_given = options.plan is not None and options.plan_use != "start"
-        """Whether the plan in use is the user's own, which nothing replaces; not if a search started from it."""
+        self._has_searched = options.plan_use == "start"
+        """Whether the plan in use came of a search from the user's own, or may do so; the leader of ranks knows it."""
         self.staying = StayingGradients(executor, options, progress, lambda: self.is_plan_given)
         self.step: StepGraph | None = None
         """The graph's own step at the sizes of its capture, without the other parameters of its buckets; None if it was
@@ -346,6 +346,12 @@ class GraphPlanner:
         without that."""
 
     # Questions to the options.
+
+    @property
+    def is_plan_given(self) -> bool:
+        """Whether the plan in use is the user's own, which nothing replaces. On one rank it is not if a search started
+        from it; ranks have to give the same answer, and only one of them has searched."""
+        return self.options.plan is not None and (self._executor.peers is not None or not self._has_searched)
 
     @property
     def may_divide(self) -> bool:
@@ -484,7 +490,7 @@ class GraphPlanner:
 
         def answer(problem: Problem) -> Plan:
             found = load_plan_for(path, problem, self.options.plan_use)
-            self.is_plan_given = isinstance(found, Plan) or found.follows_start
+            self._has_searched = isinstance(found, Problem) and not found.follows_start
             return found if isinstance(found, Plan) else self.search(found)
 
         return answer

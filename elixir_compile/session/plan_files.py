@@ -217,7 +217,7 @@ def load_plan_for(path: "str | Path", problem: Problem, use: PlanUse = "exact") 
         if found is not None:
             verify(graph, found)
             return found
-    asked = started(problem, replace(plan, name=name), follows=use == "follow")
+    asked = started(problem, plan, follows=use == "follow", name=name)
     why = "does not fit here" if is_same else "was made for another graph of this model"
     does = "it is followed as far as it fits" if use == "follow" else "the search starts from it"
     log.info("%s %s: %s", name, why, does)
