@@ -156,10 +156,11 @@ _SEARCH = "search"
 def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
     """Return the fastest of `made`, the plan for `problem`, and earlier plans for its step that fit here.
 
-    The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays. As in a search,
-    a plan that keeps everything on the device gives way to a step that is shorter by more than `outer.GAIN` alone.
+    The bounds of `made` hold for all of them. A fixed rule is there for comparison, so its plan stays, and so does one
+    that follows a plan of the user. As in a search, a plan that keeps everything on the device gives way to a step that
+    is shorter by more than `outer.GAIN` alone.
     """
-    if options.planner in RULES:
+    if options.planner in RULES or problem.follows_start:
         return made
     best = made
     limit_s = made.prediction.step_s * (1 - (GAIN if _has_all_on_device(made) else _ROUNDING))

@@ -122,13 +122,14 @@ def small_gpt2(*, num_layers: int = 3, **options: object) -> nn.Module:
     return seeded(GPT2LMHeadModel, config)
 
 
-def small_llama(*, tied: bool, num_layers: int = 3) -> nn.Module:
+def small_llama(*, tied: bool, num_layers: int = 3, **options: object) -> nn.Module:
     """Return a Llama."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=num_layers, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=128, tie_word_embeddings=tied, bos_token_id=0, eos_token_id=0,
+        **options,
     )  # fmt: skip
     return seeded(LlamaForCausalLM, config)
 

@@ -23,6 +23,7 @@ from elixir_compile.ir.cost import Stretch
 from elixir_compile.ir.hardware import profile_for
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem, plan
+from elixir_compile.search.follow import started
 from elixir_compile.search.joint.variants import plan_as_asked
 from elixir_compile.search.reasons import predicted
 from elixir_compile.session import backend, cache, planned_graph, planning, programs
@@ -339,6 +340,17 @@ def test_a_broken_incumbent_is_left_out(
     plan_for(PROBLEM, OPTIONS)
     spoil(cached_file(folder))
     assert plan_for(LARGER, OPTIONS) == slow_search(LARGER, OPTIONS)
+
+
+def test_a_followed_plan_is_no_searched_one() -> None:
+    """The plan that the user chose is followed, however fast an earlier plan for the same step is."""
+    slow, fast = (plan(PROBLEM, planner) for planner in ("zero3_offload", "greedy"))
+    for follows in (True, False):
+        asked = started(LARGER, slow, follows=follows)
+        store_plan(fast, replace(asked, budget_bytes=PROBLEM.budget_bytes), OPTIONS)
+        found = plan_for(asked, OPTIONS)
+        assert (found.placements == slow.placements) == follows
+        assert (found.prediction.step_s > fast.prediction.step_s) == follows
 
 
 def test_a_cache_folder_that_cannot_be_made_warns(folder: Path) -> None:
