@@ -203,10 +203,17 @@ class _JustInTime:
         """
         before_s, behind = self.evaluator.prices.before_s, self.evaluator.memory.segment_behind
         wanted = next((op for op in later if before_s[op + 1] >= done_s), later[-1])
-        for op in sorted({op for op in later if now < op <= wanted}, reverse=True):
-            if reserve(self.free_bytes, behind(now), behind(op), nbytes):
-                return op
-        return now
+        if wanted <= now:
+            return now
+        first = behind(now)
+        taken = np.flatnonzero(self.free_bytes[first : behind(wanted)] < nbytes)
+        ops = sorted(op for op in later if now < op <= wanted)
+        # Up to the first segment without so many free bytes.
+        num_free = bisect_right(ops, first + int(taken[0]), key=behind) if len(taken) else len(ops)
+        if not num_free:
+            return now
+        self.free_bytes[first : behind(ops[num_free - 1])] -= nbytes
+        return ops[num_free - 1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from elixir_compile.ir.hardware import hardware_fingerprint
 from elixir_compile.runtime.lowering import in_own_memory
 from elixir_compile.runtime.measure import measured_bytes
 from elixir_compile.search import Problem
+from elixir_compile.search.evaluator import deadline_in
 from elixir_compile.search.greedy import RULES
 from elixir_compile.search.joint.variants import plan_as_asked
 from elixir_compile.search.outer import GAIN, decision
@@ -142,9 +143,8 @@ def store_plan(made: Plan, problem: Problem, options: Options) -> None:
         )
 
 
-_MOST_INCUMBENTS, _MOST_SIMULATED = 64, 8
-"""The most earlier plans for a step whose predictions are read, those used last, and of those for other rates the most
-that are simulated."""
+_MOST_INCUMBENTS = 64
+"""The most earlier plans for a step that are compared, those used last."""
 _ROUNDING = 1e-9
 """A step that is shorter by less than this share is the same step, added up in another order."""
 _RUNG, _OPEN_GAP = 1.03, 0.02
@@ -185,7 +185,8 @@ def _with_incumbents(made: Plan, problem: Problem, options: Options) -> Plan:
 def _incumbents(made: Plan, problem: Problem, options: Options) -> Iterator[tuple[Plan, bool]]:
     """Yield plans for the step of `problem` that fit its memory, each with whether its prediction holds here.
 
-    Without a cache it is the plan of a smaller budget, if `made` leaves enough to gain.
+    Those for other rates, which are simulated again, end after the time that a search has. Without a cache there is the
+    plan of a smaller budget, if `made` leaves enough to gain.
     """
     if not options.plan_cache:
         rung_bytes = int(_RUNG ** math.floor(math.log(max(problem.budget_bytes, 2) - 1, _RUNG)))
@@ -209,9 +210,10 @@ def _incumbents(made: Plan, problem: Problem, options: Options) -> Iterator[tupl
                 and found["host_peak_bytes"] <= problem.host_budget_bytes
             ):
                 fastest[other.stem.split("-")[1] == rates].append((found["step_s"], other))
+    deadline = deadline_in(options.search_timeout)
     for has_rates, files in fastest.items():
-        for _, other in sorted(files)[: 1 if has_rates else _MOST_SIMULATED]:
-            earlier = read_cached(other, plan_from_json, lambda *_: None)
+        for _, other in sorted(files)[: 1 if has_rates else None]:
+            earlier = None if deadline.is_over else read_cached(other, plan_from_json, lambda *_: None)
             if earlier is not None:
                 yield earlier, has_rates
 

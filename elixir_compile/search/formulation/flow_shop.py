@@ -16,7 +16,7 @@ and `Chain` is shops one behind the other.
 import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -211,6 +211,21 @@ class Gate:
     """So many of the first y are 1, whatever is chosen."""
     most: int | None = None
     """Takers from this number on are not chosen: so many y may be 1. All of them if it is None."""
+    _signs: sparse.csr_array = field(init=False, repr=False, compare=False)
+    """The entries of x of each of `all_takers`, by row: a search asks for the y at thousands of x, of hundreds of
+    takers."""
+    _width: int = field(init=False, repr=False, compare=False)
+    """The columns of `_signs`: later entries of x belong to no taker."""
+
+    def __post_init__(self) -> None:
+        rows = [taker for _, taker in self.all_takers()]
+        columns = [column for taker in rows for column in taker]
+        signs = [sign for taker in rows for sign in taker.values()]
+        ends = np.cumsum([0, *map(len, rows)])
+        width = max(columns, default=-1) + 1
+        matrix = sparse.csr_array((signs, columns, ends), shape=(len(rows), width), dtype=float)
+        object.__setattr__(self, "_signs", matrix)
+        object.__setattr__(self, "_width", width)
 
     def all_takers(self) -> Iterator[tuple[int, Mapping[int, float]]]:
         """Yield each taker and each of `others`, with the number of the taker."""
@@ -223,9 +238,8 @@ class Gate:
         If x is a matrix, choices x numbers of x, so is y.
         """
         chosen = np.zeros((len(self.takers), *x.shape[1:]))
-        for number, taker in self.all_takers():
-            share = sum((sign * x[column] for column, sign in taker.items()), np.zeros(x.shape[1:]))
-            chosen[number] = np.maximum(chosen[number], share)
+        shares = self._signs @ x[: self._width]
+        np.maximum.at(chosen, [number for number, _ in self.all_takers()], shares)
         chosen[: self.least] = 1.0
         return np.maximum.accumulate(chosen[::-1], axis=0)[::-1]
 
