@@ -249,6 +249,30 @@ def predictions() -> Iterator[str]:
     yield from table(("model", "budget", "peak: planned over measured", "step: planned over measured"), rows)
 
 
+def against_rules() -> Iterator[str]:
+    """Yield the section of rules: their steps over those of plans of the search, on the clock, the worst first."""
+    rows = [
+        (1 / found["ratio"], *(1 / limit for limit in reversed(found["ratio_quartiles"])), row, rule)
+        for row in read("fidelity_cpu")["rows"]
+        for rule, found in row.get("rules", {}).items()
+        if "ratio" in found
+    ]
+    rows.sort(key=lambda row: row[0])
+    yield from (
+        "",
+        "## Against simple rules",
+        "",
+        "`python benchmarks/fidelity.py`, in the run of the table above: the step of a rule over that of the chosen",
+        "plan, in turn, the worst for us first. A rule that does not fit, or has the plan of the search, has no row.",
+        "",
+    )
+    cells = [
+        (row["model"], f"{row['share']} %", rule, f"{median:.3f} [{low:.3f}, {high:.3f}]")
+        for median, low, _, high, row, rule in rows
+    ]
+    yield from table(("model", "budget", "rule", "rule over plan"), cells)
+
+
 def gaps() -> Iterator[str]:
     """Yield the section of the planner: how far plans are from their bound."""
     figures = read("planner_full")
@@ -333,7 +357,7 @@ def pipelines() -> Iterator[str]:
 def page() -> str:
     """Return the page in Markdown."""
     sections = [line for section in SECTIONS for line in section.lines()]
-    rest = (*observing(), *predictions(), *pipelines(), *gaps(), *fleets())
+    rest = (*observing(), *predictions(), *against_rules(), *pipelines(), *gaps(), *fleets())
     return "\n".join([HEAD.rstrip(), *sections, *rest]) + "\n"
 
 

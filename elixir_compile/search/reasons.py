@@ -169,6 +169,8 @@ _NUM_REJECTED = 6
 has no more options."""
 _MAX_PRICED = 600
 """Rejected options of all decisions together whose seconds are computed; computing one takes a millisecond or more."""
+_DECIDED_AT_ONCE = 64
+"""Decisions whose seconds are computed together."""
 
 
 def decisions(milp: Milp, draft: DraftPlan, deadline: Deadline | None = None) -> tuple[Decision, ...]:
@@ -184,24 +186,40 @@ def decisions(milp: Milp, draft: DraftPlan, deadline: Deadline | None = None) ->
     num_priced = max(1, min(_NUM_REJECTED, _MAX_PRICED // len(changes)))
     chosen = _Chosen(milp, x, milp.live_bytes(x), milp.host_bytes(x), milp.lower_s(x))
     found: list[Decision] = []
-    for change in changes:
-        at_start, before = chosen.with_option(change, change.before), facts.text_of(change.i, change.before)
-        saves_bytes = at_start.peak_bytes - chosen.peak_bytes
-        because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
-        if saves_bytes <= 0:
-            more = format_bytes(int(at_start.more_bytes.max()))
-            because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
+    for at in range(0, len(changes), _DECIDED_AT_ONCE):
+        part = [(change, *_alternatives(chosen, change, num_priced)) for change in changes[at : at + _DECIDED_AT_ONCE]]
         is_over = deadline is not None and deadline.is_over
-        found.append(
-            decision(
-                facts.subject_of(change.i),
-                facts.text_of(change.i, change.now),
-                because,
-                others=[] if is_over else _alternatives(chosen, change, num_priced)[:_NUM_REJECTED],
-                cost_s=0.0 if is_over else chosen.step_s - at_start.step_s,
-                saves_bytes=saves_bytes,
-            )
+        asked = (
+            []
+            if is_over
+            else [other.x for _, at_start, within, _ in part for other in (at_start, *(own for own, _ in within))]
         )
+        added_s = iter((milp.lower_each_s(asked) - chosen.step_s).tolist())
+        for change, at_start, within, over in part:
+            before = facts.text_of(change.i, change.before)
+            saves_bytes = at_start.peak_bytes - chosen.peak_bytes
+            because = f"the peak would be {format_bytes(saves_bytes)} higher with {before}"
+            if saves_bytes <= 0:
+                more = format_bytes(int(at_start.more_bytes.max()))
+                because = f"the peak would be no higher with {before}, but elsewhere up to {more} less would be free"
+            cost_s, others = 0.0, list[tuple[str, Lack]]()
+            if not is_over:
+                cost_s = -next(added_s)
+                priced = sorted(((max(0.0, next(added_s)), text) for _, text in within), key=lambda own: own[0])
+                others = [
+                    (text, own_s or "no shorter once the times of transfers are simulated") for own_s, text in priced
+                ]
+                others += over
+            found.append(
+                decision(
+                    facts.subject_of(change.i),
+                    facts.text_of(change.i, change.now),
+                    because,
+                    others=others[:_NUM_REJECTED],
+                    cost_s=cost_s,
+                    saves_bytes=saves_bytes,
+                )
+            )
     return tuple(found)
 
 
@@ -247,39 +265,38 @@ class _Other(NamedTuple):
         return self.chosen.host_bytes + self.chosen.milp.host_bytes(x)
 
     @property
-    def step_s(self) -> float:
+    def x(self) -> Vector:
         x = self.chosen.x.copy()
         x[self.now], x[self.column] = 0.0, 1.0
-        return self.chosen.milp.lower_s(x)
+        return x
 
 
-def _alternatives(chosen: _Chosen, change: Change, num_priced: int) -> list[tuple[str, Lack]]:
-    """Return every other option of `change` with what it lacks: those that fit first, by the seconds that they add,
-    then those over a budget, by the bytes over it.
+def _alternatives(
+    chosen: _Chosen, change: Change, num_priced: int
+) -> tuple["_Other", list[tuple["_Other", str]], list[tuple[str, Lack]]]:
+    """Return the option that `change` replaces, and every other one: those that fit with their names, and those over a
+    budget with the bytes over it, the fewest first.
 
-    Of the options that fit, only the `num_priced` with the highest peak get seconds; the rest are left out.
+    Of the options that fit, only the `num_priced` with the highest peak are returned.
     """
     facts = chosen.milp.evaluator.facts
-    within: list[tuple[int, _Other, str]] = []
-    ranked: list[tuple[tuple[int, float], tuple[str, Lack]]] = []
+    within: list[tuple[_Other, str]] = []
+    over: list[tuple[int, int, str, Lack]] = []
     for option in facts.options[change.i]:
         if option == change.now:
             continue
         other, text = chosen.with_option(change, option), facts.text_of(change.i, option)
-        peak_bytes = other.peak_bytes
-        over_bytes = peak_bytes - facts.problem.budget_bytes
+        over_bytes = other.peak_bytes - facts.problem.budget_bytes
         host_over_bytes = other.host_bytes - facts.problem.host_budget_bytes
         if over_bytes > 0:
-            ranked.append(((1, over_bytes), (text, Over(over_bytes))))
+            over.append((1, over_bytes, text, Over(over_bytes)))
         elif host_over_bytes > 0:
-            ranked.append(((2, host_over_bytes), (text, Over(host_over_bytes, "the host's memory"))))
+            over.append((2, host_over_bytes, text, Over(host_over_bytes, "the host's memory")))
         else:
-            within.append((peak_bytes, other, text))
-    for _, other, text in sorted(within, key=lambda entry: -entry[0])[:num_priced]:
-        added_s = max(0.0, other.step_s - chosen.step_s)
-        lack = added_s or "no shorter once the times of transfers are simulated"
-        ranked.append(((0, added_s), (text, lack)))
-    return [own for _, own in sorted(ranked, key=lambda entry: entry[0])]
+            within.append((other, text))
+    within.sort(key=lambda entry: -entry[0].peak_bytes)
+    over.sort(key=lambda entry: entry[:2])
+    return chosen.with_option(change, change.before), within[:num_priced], [(text, lack) for _, _, text, lack in over]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
