@@ -85,6 +85,7 @@ def from_json(form: Form, cls: type[_Value], text: str) -> _Value:
             raise _Wrong("format", f"{form.version}{earlier}{hint}", "nothing" if version is _MISSING else version)
         for earlier_version in range(version, form.version):
             form.upgrades[earlier_version](data)
+        data["format"] = form.version
         if "format" not in _fields(cls):
             del data["format"]
         return _decode(cls, data, "")

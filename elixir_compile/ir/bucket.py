@@ -171,12 +171,19 @@ class Shards(Sequence[int]):
         return all(own == numel for own, _ in self.runs)
 
 
-def with_runs(record: Any) -> None:
-    """Turn `shard_numels` in `record`, the parsed JSON of a bucket or parameter of an earlier format, from a list of
-    numbers into that of `Shards`. What is not a list of numbers stays, so that the reader refuses it."""
-    numels = record.get("shard_numels") if isinstance(record, dict) else None
-    if isinstance(numels, list) and all(type(numel) is int for numel in numels):
-        record["shard_numels"] = {"runs": [[numel, len(list(run))] for numel, run in itertools.groupby(numels)]}
+def with_runs(data: Any) -> None:
+    """Turn every `shard_numels` in `data`, the parsed JSON of a plan of format 7 or a question of format 2, from a list
+    of numbers into that of `Shards`. What is not a list of numbers stays, so that the reader refuses it."""
+    todo = [data]
+    while todo:
+        record = todo.pop()
+        if isinstance(record, dict):
+            numels = record.get("shard_numels")
+            if isinstance(numels, list) and all(type(numel) is int for numel in numels):
+                record["shard_numels"] = {"runs": [[numel, len(list(run))] for numel, run in itertools.groupby(numels)]}
+            todo += record.values()
+        elif isinstance(record, list):
+            todo += record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -496,16 +496,7 @@ def bucket_text(bucket: Bucket, placement: Placement) -> str:
 GRAPH_FORMAT = 3
 RECORD_FORMAT = 2
 
-
-def _with_runs(plan: dict[str, Any]) -> None:
-    """Turn a plan of format 7, with a number for each rank in its buckets, into that of format 8, with runs of them."""
-    buckets = plan.get("buckets")
-    for bucket in buckets if isinstance(buckets, list) else ():
-        with_runs(bucket)
-    plan["format"] = 8
-
-
-_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError, upgrades={7: _with_runs})
+_PLAN = Form(what="plan", version=PLAN_FORMAT, error=PlanFileError, upgrades={7: with_runs})
 _GRAPH = Form(what="graph", version=GRAPH_FORMAT, error=PlanFileError)
 
 

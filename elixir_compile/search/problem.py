@@ -320,17 +320,7 @@ def _with_params(data: dict[str, Any]) -> None:
     problem["params"] = {name: {"is_trained": "state_nbytes" in facts, **facts} for name, facts in params.items()}
 
 
-def _with_runs(data: dict[str, Any]) -> None:
-    """Turn `data` of format 2, with a number for each rank in parameters and buckets, into that of format 3, with runs
-    of them."""
-    problem = data.get("problem")
-    params, buckets = (problem.get(name) if isinstance(problem, dict) else None for name in ("params", "buckets"))
-    records = [*(params.values() if isinstance(params, dict) else ()), *(buckets if isinstance(buckets, list) else ())]
-    for record in records:
-        with_runs(record)
-
-
-_UPGRADES = {1: _with_params, 2: _with_runs}
+_UPGRADES = {1: _with_params, 2: with_runs}
 _FORM = Form(what="question", version=QUESTION_FORMAT, error=QuestionFileError, upgrades=_UPGRADES)
 
 
