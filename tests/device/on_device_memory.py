@@ -103,9 +103,15 @@ def test_measuring_resets_no_statistics_and_ends_its_history(monkeypatch: pytest
     assert not blocks._running[emulated.NAME]
 
 
+def held_on_the_device() -> int:
+    """Return the bytes of tensors on the device, without the garbage of earlier tests, which a measurement frees."""
+    gc.collect()
+    return torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
+
+
 @pytest.mark.usefixtures("no_workspaces")
 def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    held_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
+    held_bytes = held_on_the_device()
 
     def step() -> torch.Tensor:
         return torch.empty(4 << 20, dtype=torch.uint8, device=DEVICE)
@@ -122,7 +128,7 @@ def test_a_peak_that_was_higher_before_is_measured_exactly_or_not_at_all(monkeyp
 @pytest.mark.usefixtures("no_workspaces")
 def test_the_peak_of_a_step_has_no_garbage_from_before() -> None:
     """As the frames of a compilation are, which hold what the first call returned."""
-    held_bytes = torch.accelerator.memory_stats(DEVICE)["requested_bytes.all.current"]
+    held_bytes = held_on_the_device()
 
     def made(nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=DEVICE)
