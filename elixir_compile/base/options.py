@@ -31,6 +31,7 @@ ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
 PlanUse = Literal["start", "follow", "exact"]
+Guard = Literal["auto", "off", "always"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -139,6 +140,9 @@ class Options:
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
     """Plan again, once, if the first steps take more than 10 % longer or shorter than planned."""
+    guard: Guard = "auto"
+    """Whether the plan is measured once against the fastest simple rule, after the first steps, and the faster of both
+    stays. `auto`: if steps take 10 % longer than planned, and once that takes at most 1 % of the run."""
     inner: Inner = "inductor"
     """The compiler of regions: `inductor`, or `aot_eager` for the kernels and the bits of eager PyTorch."""
     compile_by: CompileBy = "auto"
@@ -206,7 +210,7 @@ def parse_options(options: Mapping[str, object] | None) -> Options:
     return Options(**parsed)  # pyright: ignore[reportArgumentType]  the parsers below give each field its type
 
 
-_UNPLANNED = frozenset({"report", "replan", "plan_cache", "trace"})
+_UNPLANNED = frozenset({"report", "replan", "guard", "plan_cache", "trace"})
 """The options on which the first plan of a step does not depend."""
 
 
@@ -329,6 +333,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "micro_batches": _micro_batches,
     "profile_regions": _bool,
     "replan": _bool,
+    "guard": _one_of(*get_args(Guard)),
     "inner": _one_of(*get_args(Inner)),
     "compile_by": _one_of(*get_args(CompileBy)),
     "trace": _path('a folder such as "run/trace", or None'),

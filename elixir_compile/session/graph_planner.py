@@ -25,7 +25,15 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.lowering import RegionCompiler
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.joint_budget import rebased
-from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan, with_buckets_free
+from elixir_compile.search.joint.replan import (
+    Correction,
+    Outcome,
+    StepStats,
+    correct,
+    fastest_rule,
+    replan,
+    with_buckets_free,
+)
 from elixir_compile.search.joint.variants import as_decided
 from elixir_compile.session.agreement import any_of_all, asked_by_all
 from elixir_compile.session.cache import (
@@ -515,6 +523,13 @@ class GraphPlanner:
         search = partial(self.search, is_cached=False)
         may_move = may_move_back(active.problem, self._executor)
         return replan(active.problem, active.plan, self.correction, search if may_move else None)
+
+    def fastest_rule(self, active: ActivePlan) -> Plan | None:
+        """Return the plan of the fastest simple rule for the problem of `active` at the prices of the first steps, of
+        those with other homes or activations than `active`; None if no other fits or may take its place."""
+        if self.correction is None or not may_move_back(active.problem, self._executor):
+            return None
+        return fastest_rule(self.correction.applied_to(active.problem), active.plan)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

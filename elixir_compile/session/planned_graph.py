@@ -24,6 +24,7 @@ from elixir_compile.search.joint.variants import LossAttempt
 from elixir_compile.session.agreement import Step, adopt_by_all
 from elixir_compile.session.causes import Cause, NextPlans, PlanOfGraphSet, PlansOfGraphSets
 from elixir_compile.session.graph_planner import ActivePlan, GraphPlanner, GraphRuns, active_plan
+from elixir_compile.session.guard import Guard
 from elixir_compile.session.over_budget import EarlyShortage
 from elixir_compile.session.planning import ExternalUsage, param_names_of
 from elixir_compile.session.programs import Programs, ProgramVersions, storages_of, ticket_position
@@ -36,7 +37,10 @@ _compile_lock = threading.RLock()
 
 
 class PlannedGraph:
-    """A captured graph: its plan in use, and the programs that obey it."""
+    """A captured graph: its plan in use, and the programs that obey it.
+
+    It has more than 15 attributes, because it plans, learns and runs, alone and with others, each by a part of its own.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,7 @@ class PlannedGraph:
         progress = Progress(is_on=options.report, warns_of_division=options.micro_batches == "fit")
         self.planner = GraphPlanner(executor, regions, options, progress, together.first_steps.trial.budget_for)
         self.profiler = StepProfiler(executor, name, options, records=self.planner.may_replan)
+        self._guard = Guard(options.guard, self.profiler, lambda: self.planner.fastest_rule(self.active), progress.say)
         self.programs = ProgramVersions(executor, regions, progress)
         self._ticket_position = -1
         self._graph_sets = PlansOfGraphSets(executor, name, together.descriptions, self.profiler, progress)
@@ -177,28 +182,41 @@ class PlannedGraph:
             self.profiler.restart()
             return
         stats = self.profiler.forward_begins(self.active.problem, self._together.names())
-        if stats is not None:
+        if stats is not None and self._guard.is_on:
+            self._guard.period_s = stats.period_s
+        elif stats is not None:
             planner.progress.measured(self.active.plan, stats)
             planner.stats = stats if planner.may_replan and not stats.is_shared else None
         # Parameters do not move while a forward is outstanding.
-        if planner.stats is None or executor.saved.outstanding_owners():
+        if (planner.stats is None and not self._guard.is_on) or executor.saved.outstanding_owners():
             return
         stats, planner.stats = planner.stats, None
         if executor.buckets.generation != self.active.generation:
             return
         with _compile_lock:
-            active, outcome = self.active, planner.learn(self.active, stats)
-            if outcome is None:
+            if stats is None:
+                plan = self._guard.next_plan(self.active.plan)
+                if plan is not None:
+                    self._move_to(plan)
                 return
-            planner.progress.say(outcome.line)
-            if not outcome.is_new:
-                self._active = replace(active, plan=outcome.plan)
-                return
-            programs = self.programs.write_next(active.captured, active.graph, outcome.plan)
-            external = ExternalUsage(outstanding_bytes=active.beside_bytes, neighbour_bytes=active.neighbour_bytes)
-            self.follow(active.problem, outcome.plan, programs, external)
-            executor.buckets.move(outcome.plan.buckets, outcome.plan.placements)
-            self.mark_in_force()
+            outcome = planner.learn(self.active, stats)
+            if outcome is not None:
+                planner.progress.say(outcome.line)
+                if outcome.is_new:
+                    self._move_to(outcome.plan)
+                else:
+                    self._active = replace(self.active, plan=outcome.plan)
+            if planner.correction is not None:
+                self._guard.begin(self.active.plan)
+
+    def _move_to(self, plan: Plan) -> None:
+        """Follow `plan`, another plan for the problem of that in use, from the next forward on; none is outstanding."""
+        active = self.active
+        programs = self.programs.write_next(active.captured, active.graph, plan)
+        external = ExternalUsage(outstanding_bytes=active.beside_bytes, neighbour_bytes=active.neighbour_bytes)
+        self.follow(active.problem, plan, programs, external)
+        self._executor.buckets.move(plan.buckets, plan.placements)
+        self.mark_in_force()
 
     def follow(self, problem: Problem, plan: Plan, programs: Programs, external: ExternalUsage) -> None:
         """Run `programs` of `plan`, which answers `problem`, from the next forward on; the caller moves parameters.

@@ -91,11 +91,12 @@ class StepProfiler:
         self._platform = platform_of(executor.device)
         self._is_on = options.report or options.replan
         self._num_dropped = 0
+        self._is_again = False
         self._records = records or executor.ranks is not None
         self.balance = RankBalance()
         """The seconds of compute, if there are several ranks."""
         self._shares_step = False
-        """Whether other graphs run in the same steps."""
+        """Whether other graphs run in the same steps, or between them."""
         self._reads_memory = self._platform.has_own_memory
         self._recording: Recording | None = None
         self._began_s: list[float] = []
@@ -155,7 +156,7 @@ class StepProfiler:
 
     def restart(self) -> None:
         """Forget the steps so far: spans of another graph had the same labels, or inputs had another size."""
-        if len(self._began_s) > STEPS_SKIPPED and self._is_on:
+        if len(self._began_s) > STEPS_SKIPPED and self._is_on and not self._is_again:
             self._num_dropped += 1
             if self._num_dropped == _MOST_DROPPED:
                 log.info("no step is measured: other forwards run between any %d steps   %s", STEPS_TIMED, self._name)
@@ -163,9 +164,16 @@ class StepProfiler:
         self._drop()
         del self._began_s[STEPS_SKIPPED:]
 
+    def measure_again(self) -> None:
+        """Time as many steps once more, without spans and peaks, unless other graphs run in or between the steps."""
+        self._drop()
+        self._records = self._reads_memory = False
+        self._began_s, self._is_again = [], True
+        self._is_on = not self._shares_step
+
     def stop(self) -> None:
         """Stop measuring: steps of this compilation alternate with steps of another, so their periods hold both."""
-        self._is_on = False
+        self._is_on, self._shares_step = False, True
         self._drop()
 
     def _drop(self) -> None:

@@ -19,8 +19,10 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from elixir_compile.base.errors import NoFeasiblePlan
+from elixir_compile.base.options import Planner
 from elixir_compile.base.units import format_bytes, format_s
 from elixir_compile.ir import (
     BucketId,
@@ -39,7 +41,9 @@ from elixir_compile.ir import (
 )
 from elixir_compile.ir.cost import Measured, Stretch
 from elixir_compile.ir.hardware import Cluster, Link, Node
+from elixir_compile.search.greedy import RULES
 from elixir_compile.search.outer import answer, is_worth
+from elixir_compile.search.planner import plan as planned
 from elixir_compile.search.problem import Problem
 from elixir_compile.search.space.buckets import Level, placement_of
 from elixir_compile.step.prices import Prices, prices
@@ -280,6 +284,25 @@ def replan(
     moved += f", {num_changed} groups of activations treated otherwise" if num_changed else ""
     line = f"replanned: {facts}{moved}, planned step now {format_s(better.prediction.step_s)}"
     return Outcome(plan=better, is_new=True, line=line)
+
+
+def fastest_rule(problem: Problem, plan: Plan) -> Plan | None:
+    """Return the plan with the shortest step of those of the simple rules for `problem`, with other homes or another
+    treatment of activations than `plan`, whose buckets may move; None if there is none.
+
+    A rule chooses the homes of buckets. It keeps all activations, and once more it recomputes or offloads what does not
+    fit.
+    """
+    free = with_buckets_free(problem, plan)
+    kept = replace(free, savings=frozenset({Saving.KEEP}))
+    rules: list[tuple[Problem, Planner]] = [*((kept, cast(Planner, rule)) for rule in RULES), (free, "greedy")]
+    found = (answer(lambda asked: planned(*asked), asked) for asked in rules)
+    others = [
+        own
+        for own in found
+        if isinstance(own, Plan) and (own.placements, own.activations) != (plan.placements, plan.activations)
+    ]
+    return min(others, key=lambda own: own.prediction.step_s, default=None)
 
 
 def with_buckets_free(problem: Problem, plan: Plan) -> Problem:

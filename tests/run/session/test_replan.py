@@ -1,8 +1,10 @@
 """A model gets another plan: after the first steps, or if it is compiled again with other options."""
 
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +21,7 @@ from elixir_compile.runtime.executor import Executor
 from elixir_compile.runtime.gradients import Reducers
 from elixir_compile.search import Problem
 from elixir_compile.search.joint.replan import Correction, Outcome, StepStats, correct, replan
-from elixir_compile.session import graph_planner, planning
+from elixir_compile.session import graph_planner, guard, planning
 from elixir_compile.session.neighbours import Neighbours
 from elixir_compile.session.step_profiler import STEPS_SKIPPED, STEPS_TIMED, StepProfiler
 from elixir_compile.step.as_run import as_run
@@ -562,3 +564,111 @@ def test_each_cause_of_a_new_plan_changes_its_part_of_the_problem(
     assert are_open[1:] == [change.opens] * len(found)
     assert tuple(line.split()[0] for line in caplog.messages) == change.says
     assert len(restarted) == change.num_restarts
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The guard times the plan once against a rule, and keeps the faster of both.
+
+
+@pytest.mark.parametrize(("kept_share", "is_taken"), [(0.0, False), (math.inf, True)])
+def test_a_rule_is_tried_once_and_stays_if_it_is_faster(
+    kept_share: float, is_taken: bool, tight: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="elixir_compile")
+    monkeypatch.setattr(guard, "KEPT_SHARE", kept_share)
+    run = by_elixir(model(), device_memory=tight, report=True, guard="always", **PLAIN)
+    run.train(batches(2 * NUM_WATCHED + 1))
+    before = homes(run)
+    run.train(batches(2 * NUM_WATCHED + 2)[-1:])
+    tried = homes(run)
+    assert tried != before
+    run.train(batches(4 * NUM_WATCHED)[2 * NUM_WATCHED + 2 :])
+    assert homes(run) == (tried if is_taken else before)
+    (line,) = [line for line in caplog.messages if line.startswith("guard")]
+    assert ("is taken" in line) == is_taken
+    assert ("the plan is kept" in line) != is_taken
+    plain = by_elixir(model(), device_memory=tight, replan=False, guard="off", **PLAIN)
+    assert_same(plain.train(batches(4 * NUM_WATCHED)), run)
+    record = elixir.measure_step(lambda: run.train(batches(1)))
+    assert record.device_peak_bytes <= tight
+
+
+@dataclass
+class Clocked:
+    """A guard of a plan, whose steps take what the test says."""
+
+    mode: str
+    plan: Plan
+    rule: Plan
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.profiler = SimpleNamespace(is_on=False, is_stopped=False)
+        self.profiler.measure_again = lambda: setattr(self.profiler, "is_on", True)
+        self.profiler.stop = lambda: setattr(self.profiler, "is_stopped", True)
+        self.said: list[str] = []
+        self.guard = guard.Guard(self.mode, self.profiler, self._rival, self.said.append)
+        self.guard._made_at_s -= 2.0  # the first steps took two seconds
+        self.guard.begin(self.plan)
+
+    def _rival(self) -> Plan:
+        self.asked += 1
+        return self.rule
+
+    def next(self, period_s: float | None = None, plan: Plan | None = None) -> Plan | None:
+        """Begin a step under `plan`, after steps of `period_s` if they are known."""
+        self.guard.period_s = period_s
+        return self.guard.next_plan(plan or self.plan)
+
+
+@pytest.fixture
+def rule(asked: Asked) -> Plan:
+    """Another plan than that of the problem, which is planned to take half of its time."""
+    other = search.plan(asked.problem, "zero3_offload")
+    assert other.schedules != asked.plan.schedules
+    return replace(other, prediction=replace(other.prediction, step_s=asked.plan.prediction.step_s / 2))
+
+
+def test_no_rule_is_tried_if_steps_take_what_is_planned_or_if_the_guard_is_off(asked: Asked, rule: Plan) -> None:
+    own_s = asked.plan.prediction.step_s
+    for mode, period_s in (("auto", 1.05 * own_s), ("off", 9 * own_s)):
+        clocked = Clocked(mode, asked.plan, rule)
+        clocked.guard._made_at_s -= 1e9
+        assert [clocked.next(), clocked.next(period_s), clocked.next()] == [None] * 3
+        assert not clocked.guard.is_on
+        assert clocked.asked == 0
+
+
+@pytest.mark.parametrize(("rule_share", "is_taken"), [(0.97, True), (0.99, False), (1.5, False)])
+def test_a_trial_waits_until_it_takes_a_hundredth_of_the_run(
+    rule_share: float, is_taken: bool, asked: Asked, rule: Plan
+) -> None:
+    plan_s = 2 * asked.plan.prediction.step_s
+    clocked = Clocked("auto", asked.plan, rule)
+    assert clocked.next() is None
+    assert clocked.next(plan_s) is None
+    assert clocked.next() is None
+    assert clocked.asked == 0
+    clocked.guard._made_at_s -= 199.0
+    assert clocked.next() is rule
+    assert clocked.next(plan=rule) is None
+    assert clocked.next(rule_share * plan_s, rule) is (None if is_taken else asked.plan)
+    assert clocked.next(plan=rule if is_taken else asked.plan) is None
+    assert not clocked.guard.is_on
+    assert len(clocked.said) == clocked.asked == 1
+
+
+def test_a_rule_that_is_planned_to_be_no_faster_is_not_tried(asked: Asked, rule: Plan) -> None:
+    plan_s = 2 * asked.plan.prediction.step_s
+    slow = replace(rule, prediction=replace(rule.prediction, step_s=0.98 * plan_s))
+    clocked = Clocked("auto", asked.plan, slow)
+    clocked.guard._made_at_s -= 1e9
+    assert clocked.next(plan_s) is None
+    assert not clocked.guard.is_on
+
+
+def test_another_plan_ends_the_comparison(asked: Asked, rule: Plan) -> None:
+    clocked = Clocked("always", asked.plan, rule)
+    assert clocked.next(plan=rule) is None
+    assert not clocked.guard.is_on
+    assert clocked.profiler.is_stopped
