@@ -301,6 +301,25 @@ def gaps() -> Iterator[str]:
     yield from table(("figure", "least", "1/4", "1/2", "3/4", "most"), rows)
 
 
+def growth() -> Iterator[str]:
+    """Yield the section of growth: the seconds of planning by layers and by ranks."""
+    figures = read("growth")
+    yield from (
+        "",
+        "## Seconds of planning",
+        "",
+        "`python benchmarks/growth.py`, for `h100-80g`, 4,096 tokens on each rank. They grow with the layers to the",
+        f"power of {figures['by_layers']:.2f}, and with the ranks, from 8 on, to the power of "
+        f"{figures['by_ranks']:.2f}.",
+        "",
+    )
+    cells = [
+        (row["model"], str(row["layers"]), f"{row['ranks']:,}", f"{row['cpu_s']:.1f}", f"{row['gap']:.1%}")
+        for row in figures["rows"]
+    ]
+    yield from table(("model", "layers", "ranks", "CPU seconds", "gap to the bound"), cells)
+
+
 RULES = {"even": "equal rows", "by_speed": "rows by speed", "cephalo": "the rows of Cephalo's program"}
 
 
@@ -357,7 +376,7 @@ def pipelines() -> Iterator[str]:
 def page() -> str:
     """Return the page in Markdown."""
     sections = [line for section in SECTIONS for line in section.lines()]
-    rest = (*observing(), *predictions(), *against_rules(), *pipelines(), *gaps(), *fleets())
+    rest = (*observing(), *predictions(), *against_rules(), *pipelines(), *gaps(), *growth(), *fleets())
     return "\n".join([HEAD.rstrip(), *sections, *rest]) + "\n"
 
 
