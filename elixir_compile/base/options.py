@@ -31,7 +31,7 @@ ReduceDtype = Literal["float32"]
 CompileBy = Literal["auto", "layer", "plan"]
 MicroBatches = Literal["fit", "auto"] | int
 PlanUse = Literal["start", "follow", "exact"]
-Guard = Literal["auto", "off", "always"]
+GuardMode = Literal["auto", "off", "always"]
 UpdateTime = Literal["auto", "in_backward", "after_backward", "across_steps"]
 
 
@@ -140,7 +140,7 @@ class Options:
     """Time every distinct region once before planning. The times are kept per machine for later runs."""
     replan: bool = True
     """Plan again, once, if the first steps take more than 10 % longer or shorter than planned."""
-    guard: Guard = "auto"
+    guard: GuardMode = "auto"
     """Whether the plan is measured once against the fastest simple rule, after the first steps, and the faster of both
     stays. `auto`: if steps take 10 % longer than planned, and once that takes at most 1 % of the run."""
     inner: Inner = "inductor"
@@ -333,7 +333,7 @@ _PARSERS: Mapping[str, Callable[[str, object], object]] = {
     "micro_batches": _micro_batches,
     "profile_regions": _bool,
     "replan": _bool,
-    "guard": _one_of(*get_args(Guard)),
+    "guard": _one_of(*get_args(GuardMode)),
     "inner": _one_of(*get_args(Inner)),
     "compile_by": _one_of(*get_args(CompileBy)),
     "trace": _path('a folder such as "run/trace", or None'),

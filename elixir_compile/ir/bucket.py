@@ -85,6 +85,11 @@ class BlockUpdate:
         )
 
 
+def _runs(numels: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield each of `numels` that differs from the one before it, and how many equal ones there are in a row."""
+    return ((numel, len(list(run))) for numel, run in itertools.groupby(numels))
+
+
 @dataclass(frozen=True, slots=True)
 class Shards(Sequence[int]):
     """The elements that each rank of a group owns of something, by rank.
@@ -105,7 +110,7 @@ class Shards(Sequence[int]):
     @classmethod
     def of(cls, numels: Iterable[int]) -> "Shards":
         """Return the shards of `numels`, a number of elements for each rank."""
-        return cls(tuple((numel, len(list(run))) for numel, run in itertools.groupby(numels)))
+        return cls(tuple(_runs(numels)))
 
     @classmethod
     def equal(cls, numel: int, num_ranks: int) -> "Shards":
@@ -180,7 +185,7 @@ def with_runs(data: Any) -> None:
         if isinstance(record, dict):
             numels = record.get("shard_numels")
             if isinstance(numels, list) and all(type(numel) is int for numel in numels):
-                record["shard_numels"] = {"runs": [[numel, len(list(run))] for numel, run in itertools.groupby(numels)]}
+                record["shard_numels"] = {"runs": [list(run) for run in _runs(numels)]}
             todo += record.values()
         elif isinstance(record, list):
             todo += record

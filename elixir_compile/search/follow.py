@@ -181,7 +181,7 @@ def _fitting(evaluator: Evaluator, levels: Sequence[Level], modes: tuple[int, ..
     enough_bytes = budget_bytes = evaluator.facts.problem.budget_bytes
     kept = evaluator.at([0] * len(modes)).facts
     at = evaluator.at(modes)
-    # The bytes of layers alone, which tell what to change, are not always those of the step that has all of them.
+    # `lowered_modes` adds up the bytes of single layers. The step that has all of them may take others.
     while (over_bytes := at.memory.peak_bytes(levels, ahead=0) - budget_bytes) > 0:
         enough_bytes -= over_bytes if at.facts.modes != modes else 0
         lower = lowered_modes(kept, evaluator.profiles, at.facts.modes, levels, enough_bytes)

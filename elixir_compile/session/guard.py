@@ -17,10 +17,11 @@ and compiled, stand for its seconds. Homes change no bits; other regions may be 
 after each new plan.
 """
 
+import math
 import time
 from collections.abc import Callable, Generator
 
-from elixir_compile.base.options import Guard as GuardMode
+from elixir_compile.base.options import GuardMode
 from elixir_compile.base.units import format_s
 from elixir_compile.ir import Plan
 from elixir_compile.search.joint.replan import TOLERANCE
@@ -51,11 +52,22 @@ class Guard:
         """The plan whose steps are timed."""
         self.period_s: float | None = None
         """The seconds of the steps that were timed last, until they are read."""
+        self._due_after_s = math.inf
+        """Seconds of the run after which a trial is due; infinite while steps are timed."""
 
     @property
     def is_on(self) -> bool:
         """Whether a plan is being compared."""
         return self._comparison is not None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the comparison goes on: steps were timed, or a trial is due."""
+        return self.is_on and (self.period_s is not None or self._run_s >= self._due_after_s)
+
+    @property
+    def _run_s(self) -> float:
+        return time.perf_counter() - self._made_at_s
 
     def begin(self, plan: Plan) -> None:
         """Compare `plan` with a rule from the next forward on, if the mode is not `off`."""
@@ -64,44 +76,48 @@ class Guard:
             next(self._comparison)
 
     def next_plan(self, plan: Plan) -> Plan | None:
-        """Before each forward under `plan` while none is outstanding: return the plan to follow from now on, if it is
+        """Before a forward under `plan` while none is outstanding: return the plan to follow from now on, if it is
         another. The comparison ends if `plan` is not the one that is timed."""
         if self._comparison is None or self._plan is None:
             return None
-        found = None
+        if plan.schedules != self._plan.schedules:
+            self._comparison = None
+            self._profiler.stop()
+            return None
+        if not self.is_due:
+            return None
         try:
-            if plan.schedules == self._plan.schedules:
-                found = next(self._comparison)
-                self._plan = found or self._plan
-            else:
-                self._comparison = None
-                self._profiler.stop()
+            found = next(self._comparison)
         except StopIteration:
             self._comparison = None
+            return None
+        self._plan = found or self._plan
         return found
 
     def _compare(self, plan: Plan) -> Generator[Plan | None]:
-        always, first_s = self._mode == "always", time.perf_counter() - self._made_at_s
-        plan_s = yield from self._timed()
+        always, first_s = self._mode == "always", self._run_s
+        plan_s = yield from self._timed(None)
         if not (always or plan_s > (1 + TOLERANCE) * plan.prediction.step_s):
             return
-        while not always and first_s > MOST_SHARE * (time.perf_counter() - self._made_at_s):
+        if not always and self._run_s < first_s / MOST_SHARE:
+            self._due_after_s = first_s / MOST_SHARE
             yield None
         rule = self._rival()
         if rule is None or not (always or rule.prediction.step_s < RIVAL_SHARE * plan_s):
             return
-        yield rule
-        rule_s = yield from self._timed()
+        rule_s = yield from self._timed(rule)
         is_taken = rule_s < KEPT_SHARE * plan_s
         result = f"{rule.planner} is taken" if is_taken else "the plan is kept"
         self._say(f"guard     {rule.planner} {format_s(rule_s)}, plan {format_s(plan_s)}: {result}   {plan.name}")
         if not is_taken:
+            self._due_after_s = 0.0  # the comparison ends before the next forward
             yield plan
 
-    def _timed(self) -> Generator[None, None, float]:
-        """Return the period of the steps from now on."""
+    def _timed(self, follow: Plan | None) -> Generator[Plan | None, None, float]:
+        """Return the period of the steps from now on, under the plan `follow`, or the one in use if it is None."""
         self._profiler.measure_again()
-        self.period_s = None
-        while self.period_s is None:
-            yield None
-        return self.period_s
+        self._due_after_s = math.inf
+        yield follow
+        period_s, self.period_s = self.period_s, None
+        assert period_s is not None, "the comparison goes on once the steps were timed"
+        return period_s

@@ -188,7 +188,7 @@ class PlannedGraph:
             planner.progress.measured(self.active.plan, stats)
             planner.stats = stats if planner.may_replan and not stats.is_shared else None
         # Parameters do not move while a forward is outstanding.
-        if (planner.stats is None and not self._guard.is_on) or executor.saved.outstanding_owners():
+        if (planner.stats is None and not self._guard.is_due) or executor.saved.outstanding_owners():
             return
         stats, planner.stats = planner.stats, None
         if executor.buckets.generation != self.active.generation:

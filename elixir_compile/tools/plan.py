@@ -140,9 +140,8 @@ def plan_and_problem(
     """
     if options.plan is not None:
         raise InvalidOption("plan", str(options.plan), "None: a new plan is made here")
-    cluster = named_cluster(
-        hardware or options.hardware, options.host_memory
-    )  # before the capture, which takes seconds
+    # Before the capture, which takes seconds.
+    cluster = named_cluster(hardware or options.hardware, options.host_memory)
     described = find_described(model, example_inputs)
     planned = None if optimizer is None else PlannedClass(optimizer)
 

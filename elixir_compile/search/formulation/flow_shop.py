@@ -214,6 +214,8 @@ class Gate:
     _signs: sparse.csr_array = field(init=False, repr=False, compare=False)
     """The entries of x of each of `all_takers`, by row: a search asks for the y at thousands of x, of hundreds of
     takers."""
+    _numbers: NDArray[np.int64] = field(init=False, repr=False, compare=False)
+    """The number of the taker of each row."""
     _width: int = field(init=False, repr=False, compare=False)
     """The columns of `_signs`: later entries of x belong to no taker."""
 
@@ -225,6 +227,7 @@ class Gate:
         width = max(columns, default=-1) + 1
         matrix = sparse.csr_array((signs, columns, ends), shape=(len(rows), width), dtype=float)
         object.__setattr__(self, "_signs", matrix)
+        object.__setattr__(self, "_numbers", np.array([number for number, _ in self.all_takers()], np.int64))
         object.__setattr__(self, "_width", width)
 
     def all_takers(self) -> Iterator[tuple[int, Mapping[int, float]]]:
@@ -239,7 +242,7 @@ class Gate:
         """
         chosen = np.zeros((len(self.takers), *x.shape[1:]))
         shares = self._signs @ x[: self._width]
-        np.maximum.at(chosen, [number for number, _ in self.all_takers()], shares)
+        np.maximum.at(chosen, self._numbers, shares)
         chosen[: self.least] = 1.0
         return np.maximum.accumulate(chosen[::-1], axis=0)[::-1]
 

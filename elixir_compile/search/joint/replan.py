@@ -290,8 +290,8 @@ def fastest_rule(problem: Problem, plan: Plan) -> Plan | None:
     """Return the plan with the shortest step of those of the simple rules for `problem`, with other homes or another
     treatment of activations than `plan`, whose buckets may move; None if there is none.
 
-    A rule chooses the homes of buckets. It keeps all activations, and once more it recomputes or offloads what does not
-    fit.
+    The rules of `RULES` choose the homes of buckets, and keep all activations. The greedy planner also recomputes or
+    offloads activations.
     """
     free = with_buckets_free(problem, plan)
     kept = replace(free, savings=frozenset({Saving.KEEP}))
